@@ -39,6 +39,30 @@ VIEWS = frozenset(_VIEWS.split())
 """Primitives that a product reads through: their results have the elements of an operand."""
 POOLS = frozenset(("reduce_window_max", "reduce_window_min"))
 """Primitives whose gradient goes to the element that was chosen."""
+IN_PLACE = frozenset(("dynamic_update_slice", "loopkit_write", "scatter", "scatter-add"))
+"""Primitives that write into the memory of an operand that nothing else reads."""
+
+
+def takes_over(eqn: _jax.Equation) -> bool:
+    """Return whether results can have the memory of operands that nothing else reads."""
+    name = eqn.primitive.name
+    return name in CHEAP or name in IN_PLACE or bool(handed_on(eqn))
+
+
+def handed_on(eqn: _jax.Equation) -> list[tuple[_jax.Var, _jax.Atom]]:
+    """Return the results that are operands, in the same memory, and these operands."""
+    if eqn.primitive.name == "optimization_barrier":
+        return list(zip(eqn.outvars, eqn.invars, strict=True))
+    if eqn.primitive.name == "loopkit_read":
+        return [(eqn.outvars[-1], eqn.invars[0])]
+    if not equations.is_remat(eqn):
+        return []
+    inside, same = _jax.open_jaxpr(equations.jaxprs_in(eqn)[0]), {}
+    for each in inside.eqns:
+        same |= {v: equations.renamed(u, same) for v, u in handed_on(each)}
+    operands = dict(zip(inside.invars, eqn.invars, strict=True))
+    pairs = zip(eqn.outvars, _jax.variables(inside.outvars), strict=False)
+    return [(v, operands[same[u]]) for v, u in pairs if same.get(u) in operands]
 
 
 def kept_by_compiler(residuals: Residuals, linear: _jax.Jaxpr) -> list:

@@ -1,4 +1,4 @@
-"""Constants that a step reads in slices, so that their cotangents are added to in place.
+"""Arrays that are read in slices, so that their cotangents are added to in place.
 
 JAX's transpose of a slice is an array of zeros with one slice set. If every step reads a row of a
 table, that is as much work in each step as the table is large. Here, each read of a constant's
@@ -8,6 +8,7 @@ gets the cotangent so far, and adds to it slice by slice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,13 @@ from loopkit import _jax
 from loopkit._buffers.slices import read, read_p
 from loopkit._buffers.window import Window
 from loopkit._jaxprs.dataflow import interpret_marked
+
+SEVERAL = 8
+"""The number of slices from which adding in place takes less time than adding padded slices."""
+
+
+SLICES = lax.slice_p, lax.dynamic_slice_p, lax.gather_p
+"""The primitives that read slices of an array."""
 
 
 class Latest(NamedTuple):
@@ -34,7 +42,7 @@ def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], 
 
     def rule(eqn: _jax.Equation, ins: list) -> list:
         first, given = ins[0], list(map(now, ins))
-        if not isinstance(first, Latest) or (found := _as_read(eqn, given)) is None:
+        if not isinstance(first, Latest) or (found := as_read(eqn, given)) is None:
             return _jax.bind_equation(eqn, given)
         outs, latest[first.place] = found
         return [outs[0], first] if eqn.primitive is read_p else outs
@@ -44,9 +52,22 @@ def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], 
     return [*latest, *map(now, outs)]
 
 
-def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
+def read_in_slices(eqns: Sequence[_jax.Equation]) -> frozenset[_jax.Var]:
+    """Return the variables of which several equations read a slice."""
+    read = (eqn.invars[0] for eqn in eqns if eqn.primitive in SLICES)
+    counts = Counter(v for v in _jax.variables(read) if _jax.is_differentiable(v.aval))
+    return frozenset(v for v, count in counts.items() if count >= SEVERAL)
+
+
+def as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
     """Return the results of an equation that reads slices of its first operand, and the operand."""
     params = eqn.params
+    if eqn.primitive is lax.slice_p and params["strides"] is None:
+        starts, ends = params["start_indices"], params["limit_indices"]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        window = Window((), starts, sizes, "clip")
+        found, after = read(ins[0], jnp.zeros(0, jnp.int32), window, held=False)
+        return [found], after
     if eqn.primitive is read_p and params["value"]:
         found, after = read(ins[0], ins[1], params["window"])
         return [found, after], after
@@ -57,7 +78,7 @@ def _as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
         axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
         window = Window(axes, (0,) * buffer.ndim, sizes, "clip", wrap=False)
         at = jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32)
-        found, after = read(buffer, _wide(at), window)
+        found, after = read(buffer, _wide(at), window, held=False)
         return [found], after
     if eqn.primitive is lax.gather_p:
         return _gathered(*ins, **params)
@@ -89,7 +110,7 @@ def _gathered(buffer: jax.Array, starts: jax.Array, **params: Any) -> tuple[list
     window = Window(axes, (0,) * buffer.ndim, sizes, label, wrap=False)
     columns = [lax.slice_in_dim(starts, i, i + 1, axis=-1) for i in kept]
     at = jnp.concatenate([starts[..., :0], *columns, *own], -1)
-    found, after = read(buffer, at, window)
+    found, after = read(buffer, at, window, held=False)
     gone = [*map(int, numbers.collapsed_slice_dims), *of_batch]
     found = jnp.squeeze(found, tuple(batch + a for a in gone))
     offsets = list(map(int, numbers.offset_dims))

@@ -12,8 +12,8 @@ import jax
 from loopkit import _jax
 from loopkit._arguments.errors import size
 from loopkit._engine.derivative.choices import predicted
+from loopkit._engine.derivative.divided import is_stretch
 from loopkit._engine.derivative.linearised import linearised
-from loopkit._engine.derivative.straight_line import is_stretch
 from loopkit._engine.derivative.ways import temporary_bytes
 from loopkit._engine.loop import Active, Loop
 from loopkit._jaxprs import equations

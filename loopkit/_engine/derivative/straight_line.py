@@ -1,8 +1,7 @@
 """Run code between loops again in a gradient, so that less of it lives: `_plans/stretches.py`.
 
 Loops, and equations that must not run again, are blocks of their own. Between these, blocks end
-where few bytes go from one to the next. A stretch that runs again is put under `jax.checkpoint`,
-which is right in every transformation.
+where few bytes go from one to the next. `divided.py` runs what the blocks become.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
 from loopkit import _jax
+from loopkit._engine.derivative.divided import Divided, ends
 from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.derivative.reversal import asked
 from loopkit._engine.derivative.timeline import (
-    Met,
     Outside,
     Timeline,
     met_in,
@@ -37,99 +33,13 @@ from loopkit._jaxprs.compiled_memory import (
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals
 from loopkit._jaxprs.repeatable import is_repeatable
+from loopkit._jaxprs.slice_cotangents import read_in_slices
 from loopkit._plans.one_price import without_dominated
-from loopkit._plans.stretches import Block, Division, Row, Stretch, divisions
+from loopkit._plans.stretches import Block, Row, divisions
 from loopkit._programs import shared
 
 BLOCKS = 48
 """About how many blocks a program has."""
-STORED = "loopkit: stored"
-"""The name of a value that a stretch stores although it runs again."""
-COMPLEX = "complex64", "complex128"
-"""Types of values that JAX cannot save by name."""
-POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
-"""The policy of all stretches."""
-
-
-class Divided(NamedTuple):
-    """A program, and the ways to divide it."""
-
-    whole: _jax.Jaxpr
-    body: _jax.OpenJaxpr
-    """The program without calls of jitted functions."""
-    last: Mapping[_jax.Var, int]
-    """The last equation that reads each variable."""
-    cuts: Sequence[int]
-    """Where blocks start, and the number of equations."""
-    loops: Mapping[Hashable, Met]
-    """The loops of the program."""
-    divisions: list[Division]
-
-    def program(self, division: Division) -> Any:
-        """Return the program whose stretches run again as a division says."""
-        if len(division.stretches) == 1 and not division.stretches[0].again:
-            return self.whole
-
-        def divided(*values: jax.Array) -> list:
-            env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
-            for stretch in division.stretches:
-                if stretch.again:
-                    self._run_again(stretch, env)
-                else:
-                    self._run(stretch, env)
-                reads, _ = self._ends(stretch)
-                # Cotangents are summed by stretch, of what is read in it and after it.
-                stop = self.cuts[stretch.stop]
-                env |= {v: _apart(env[v]) for v in reads if self.last[v] >= stop}
-            return equations.run([], env, self.body.outvars)
-
-        types = [v.aval for v in self.body.invars]
-        return _jax.trace_closed(divided, types, "divided")
-
-    def _ends(self, stretch: Stretch) -> tuple[list, list]:
-        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
-        return _ends(self.body, self.last, start, stop)
-
-    def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
-        """Run the blocks of a stretch; no fusion crosses the ends of blocks."""
-        cuts = self.cuts[stretch.start : stretch.stop + 1]
-        for start, stop in pairwise(cuts):
-            equations.run(self.body.eqns[start:stop], env, [], rule)
-            if stretch.again or stop < cuts[-1]:
-                _, makes = _ends(self.body, self.last, start, stop)
-                env |= {v: _apart(env[v]) for v in makes}
-
-    def _run_again(self, stretch: Stretch, env: dict) -> None:
-        """Run a stretch that runs again when it is reversed."""
-        reads, makes = self._ends(stretch)
-
-        def named(eqn: _jax.Equation, ins: list) -> list:
-            outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
-            # JAX cannot save complex values by name: they run again.
-            stores = lambda v: v in stretch.stored and v.aval.dtype not in COMPLEX
-            return [checkpoint_name(x, STORED) if stores(v) else x for v, x in outs]
-
-        def again(*values: jax.Array) -> list:
-            inside: dict[Any, Any] = dict(zip(reads, values, strict=True))
-            self._run(stretch, inside, named)
-            return equations.run([], inside, makes)
-
-        made = jax.checkpoint(again, policy=POLICY)(*(env[v] for v in reads))
-        env |= zip(makes, made, strict=True)
-
-
-def _apart(value: jax.Array) -> jax.Array:
-    """Return a value that no fusion crosses, and whose cotangents are summed part by part.
-
-    A compiler that sums those of all parts at the end would keep all of them until then.
-    """
-    moves = _jax.is_differentiable(jax.typeof(value))
-    return jax.lax.optimization_barrier(value) if moves else value
-
-
-def is_stretch(eqn: _jax.Equation) -> bool:
-    """Return whether an equation is a stretch that runs again."""
-    return _jax.params_of(eqn).get("policy") is POLICY
 
 
 def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
@@ -140,9 +50,9 @@ def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_jax.variables(body.outvars), 0)
     moving, blocks, loops = set(filter(_moves, kept(body.invars, moves))), [], {}
-    indices = index_bytes(body.eqns, planned_for())
+    indices, sliced = index_bytes(body.eqns, planned_for()), read_in_slices(body.eqns)
     for start, stop in pairwise(cuts):
-        reads, makes = _ends(body, last, start, stop)
+        reads, makes = ends(body, last, start, stop)
         eqns, arguments = body.eqns[start:stop], set(body.invars)
         reads.sort(key=lambda v: v not in arguments)
         count = sum(v in arguments for v in reads)
@@ -150,13 +60,13 @@ def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
         moving.update(kept(makes, piece.moving))
         made = [v for eqn in eqns for v in eqn.outvars]
         block = _block(piece, reads[count:], made, start, sizes)
-        shared = [v for v in reads[:count] if last[v] >= stop and v in moving]
+        later = [v for v in reads[:count] if last[v] >= stop and v in moving]
         terms = term_bytes(eqns)
-        summed = sum(min(terms[v], _jax.byte_count(v.aval)) for v in shared)
+        summed = sum(min(terms[v], _jax.byte_count(v.aval)) for v in later if v not in sliced)
         moments = tuple(m._replace(values=m.values + indices) for m in block.moments)
         blocks.append(replace(block, summed=summed, moments=moments))
         loops |= piece.line.loops
-    return Divided(jaxpr, body, last, cuts, loops, divisions(blocks, sizes))
+    return Divided(jaxpr, body, last, cuts, sliced, loops, divisions(blocks, sizes))
 
 
 def _moves(v: _jax.Var) -> bool:
@@ -201,16 +111,6 @@ def _crossing(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], made: Sequence
         live += change
         found.append(live)
     return found
-
-
-def _ends(
-    body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], start: int, stop: int
-) -> tuple[list, list]:
-    """Return the variables that some equations read of others, and that others read of them."""
-    eqns, results = body.eqns[start:stop], set(_jax.variables(body.outvars))
-    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-    reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
-    return list(reads), [v for v in made if last.get(v, -1) >= stop or v in results]
 
 
 class Piece(NamedTuple):

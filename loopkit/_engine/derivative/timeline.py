@@ -24,19 +24,17 @@ from loopkit._jaxprs.accelerators import Accelerator
 from loopkit._jaxprs.compiled_memory import (
     ELEMENTWISE,
     added_bytes,
+    handed_on,
     index_bytes,
     kept_by_compiler,
+    takes_over,
     term_bytes,
 )
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import Residuals
-from loopkit._jaxprs.repeatable import CHEAP
 from loopkit._plans.budget import Part
 from loopkit._plans.one_price import Moment, State
 from loopkit._plans.plan import Plan
-
-IN_PLACE = frozenset(("dynamic_update_slice", "loopkit_write", "scatter", "scatter-add"))
-"""Primitives that write into the memory of an operand that nothing else reads."""
 
 
 class Met(NamedTuple):
@@ -186,11 +184,10 @@ class _Walk:
 
     def _going_forward(self) -> None:
         step, last = self.residuals.step, {}
-        same: dict[Any, Any] = {}  # the results of barriers, which have the memory of operands
+        same: dict[Any, Any] = {}
         for k, eqn in enumerate(self.ahead):
+            same |= {v: equations.renamed(u, same) for v, u in handed_on(eqn)}
             if eqn.primitive.name == "optimization_barrier":
-                pairs = zip(eqn.outvars, eqn.invars, strict=True)
-                same |= {v: equations.renamed(u, same) for v, u in pairs}
                 continue
             for v in equations.variables(eqn):
                 last[same.get(v, v)] = 2 * k + (not takes_over(eqn))
@@ -241,17 +238,16 @@ class _Walk:
         begin, end = 2 * len(self.ahead), 2 * (len(self.ahead) + len(self.back))
         terms = term_bytes(self.back)
         arguments, handed = set(moving[: self.outside.moving]), set()
-        for j, eqn in enumerate(self.back):  # a barrier hands on the cotangent of an argument
-            if eqn.primitive.name == "optimization_barrier":
-                pairs = zip(eqn.outvars, eqn.invars, strict=True)
-                arguments.update(v for v, u in pairs if u in arguments)
-                handed.add(j)
+        for j, eqn in enumerate(self.back):
+            pairs = [(v, u) for v, u in handed_on(eqn) if u in arguments]
+            arguments.update(v for v, _ in pairs)
+            handed.update((u, j) for _, u in pairs)
         time = lambda j: 2 * self._when_reversed(j) + 1
         for v in moving[self.outside.moving :]:
             if found := readers.get(v):
                 self._lives(_size(v), time(found[-1]), end)
         for v in arguments:
-            found = [j for j in readers.get(v, ()) if j not in handed]
+            found = [j for j in readers.get(v, ()) if (v, j) not in handed]
             # A compiler may sum the cotangents of an argument when it has all of them.
             for j in found[1:]:
                 self._lives(added_bytes(v, self.back[j], terms), time(j), time(found[0]))
@@ -338,12 +334,6 @@ def described(eqn: _jax.Equation) -> str:
     name = eqn.primitive.name if loop is None else loop.name
     name = name if _jax.checkpoint_name(eqn) is None else "code"
     return name if source is None else f"{name} at {os.path.basename(source[0])}:{source[1]}"
-
-
-def takes_over(eqn: _jax.Equation) -> bool:
-    """Return whether results can have the memory of operands that nothing else reads."""
-    name = eqn.primitive.name
-    return name in CHEAP or name in IN_PLACE or name == "optimization_barrier"
 
 
 def _size(v: _jax.Var) -> int:

@@ -1,0 +1,175 @@
+"""Run a program in stretches, of which some run again when they are reversed.
+
+A stretch that runs again is put under `jax.checkpoint`, which is right in every transformation. An
+array that is read slice by slice, as in a loop that is written out, gets its cotangent in place.
+"""
+
+from __future__ import annotations
+
+import itertools as it
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from loopkit import _jax
+from loopkit._engine.derivative.timeline import Met
+from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
+from loopkit._jaxprs.slice_cotangents import as_read
+from loopkit._plans.stretches import Division, Stretch
+
+STORED = "loopkit: stored"
+"""The name of a value that a stretch stores although it runs again."""
+COMPLEX = "complex64", "complex128"
+"""Types of values that JAX cannot save by name."""
+POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
+"""The policy of all stretches."""
+
+
+class Divided(NamedTuple):
+    """A program, and the ways to divide it."""
+
+    whole: _jax.Jaxpr
+    body: _jax.OpenJaxpr
+    """The program without calls of jitted functions."""
+    last: Mapping[_jax.Var, int]
+    """The last equation that reads each variable."""
+    cuts: Sequence[int]
+    """Where blocks start, and the number of equations."""
+    sliced: frozenset[_jax.Var]
+    """Variables that many equations read slices of."""
+    loops: Mapping[Hashable, Met]
+    """The loops of the program."""
+    divisions: list[Division]
+
+    def program(self, division: Division) -> Any:
+        """Return the program whose stretches run again as a division says."""
+        everything = len(division.stretches) == 1 and not division.stretches[0].again
+        if everything and not self.sliced:
+            return self.whole
+
+        def divided(*values: jax.Array) -> list:
+            env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
+            if everything:
+                return equations.run(self.body.eqns, env, self.body.outvars, self._reading(env))
+            for stretch in division.stretches:
+                if stretch.again:
+                    self._run_again(stretch, env)
+                else:
+                    self._run(stretch, env)
+                # Cotangents are summed by stretch, of what is read in it and after it.
+                env |= {v: _apart(env[v]) for v in self._read_later(stretch)}
+            return equations.run([], env, self.body.outvars)
+
+        types = [v.aval for v in self.body.invars]
+        return _jax.trace_closed(divided, types, "divided")
+
+    def _ends(self, stretch: Stretch) -> tuple[list, list]:
+        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
+        return ends(self.body, self.last, start, stop)
+
+    def _read_later(self, stretch: Stretch) -> list:
+        """Return the variables that a stretch reads, and equations after it."""
+        reads, _ = self._ends(stretch)
+        return [v for v in reads if self.last[v] >= self.cuts[stretch.stop]]
+
+    def _reading(self, env: dict, rule: Any = _jax.bind_equation) -> Callable[[Any, list], Any]:
+        """Return a rule for equations, of which those that read slices pass the array on."""
+
+        def reading(eqn: _jax.Equation, ins: list) -> Any:
+            first = _jax.variables(eqn.invars[:1])
+            found = as_read(eqn, ins) if self.sliced.intersection(first) else None
+            if found is None:
+                return rule(eqn, ins)
+            outs, env[eqn.invars[0]] = found
+            return outs
+
+        return reading
+
+    def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
+        """Run the blocks of a stretch; no fusion crosses the ends of blocks."""
+        cuts = self.cuts[stretch.start : stretch.stop + 1]
+        for start, stop in it.pairwise(cuts):
+            equations.run(self.body.eqns[start:stop], env, [], self._reading(env, rule))
+            if stretch.again or stop < cuts[-1]:
+                _, makes = ends(self.body, self.last, start, stop)
+                env |= {v: _apart(env[v]) for v in makes}
+
+    def _run_again(self, stretch: Stretch, env: dict) -> None:
+        """Run a stretch that runs again when it is reversed."""
+        reads, makes = self._ends(stretch)
+        makes += [v for v in self._read_later(stretch) if v in self.sliced]
+
+        def named(eqn: _jax.Equation, ins: list) -> list:
+            # JAX cannot save complex values by name: they run again.
+            stored = [
+                v for v in stretch.stored.intersection(eqn.outvars) if v.aval.dtype not in COMPLEX
+            ]
+            return _stored(eqn, ins, set(stored)) if stored else _jax.bind_equation(eqn, ins)
+
+        def again(*values: jax.Array) -> list:
+            inside: dict[Any, Any] = dict(zip(reads, values, strict=True))
+            self._run(stretch, inside, named)
+            return equations.run([], inside, makes)
+
+        made = jax.checkpoint(again, policy=POLICY)(*(env[v] for v in reads))
+        env |= zip(makes, made, strict=True)
+
+
+def _apart(value: jax.Array) -> jax.Array:
+    """Return a value that no fusion crosses, and whose cotangents are summed part by part.
+
+    A compiler that sums those of all parts at the end would keep all of them until then.
+    """
+    moves = _jax.is_differentiable(jax.typeof(value))
+    return jax.lax.optimization_barrier(value) if moves else value
+
+
+def _stored(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> list:
+    """Return the results of an equation, of which these are stored."""
+    at = [i for i, v in enumerate(eqn.invars) if not isinstance(v, _jax.Literal)]
+    if len(at) != 1 or not _jax.is_differentiable(jax.typeof(ins[at[0]])):
+        return _named(eqn, ins, values)
+    operands = lambda x: [*ins[: at[0]], x, *ins[at[0] + 1 :]]
+
+    # The derivative of exp(x) reads exp(x). JAX's own reads it from before it gets a name.
+    @jax.custom_jvp
+    def run(x: jax.Array) -> list:
+        return _named(eqn, operands(x), values)
+
+    @run.defjvp
+    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> list:
+        bind = lambda x: _jax.bind_equation(eqn, operands(x))
+        both = lambda x, t: list(it.chain(*jax.jvp(bind, [x], [t])))
+        types = [jax.typeof(x) for x in (*primals, *tangents)]
+        j = _jax.open_jaxpr(_jax.trace_closed(both, types, "jvp"))
+        made = {v for v, w in zip(j.outvars, eqn.outvars, strict=False) if w in values}
+        outs = interpret(j, [*primals, *tangents], partial(_named, values=made))
+        return outs[: len(eqn.outvars)], outs[len(eqn.outvars) :]
+
+    return run(ins[at[0]])
+
+
+def _named(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> list:
+    """Return the results of an equation; those that are stored have the name that says so."""
+    outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
+    return [checkpoint_name(x, STORED) if v in values else x for v, x in outs]
+
+
+def is_stretch(eqn: _jax.Equation) -> bool:
+    """Return whether an equation is a stretch that runs again."""
+    return _jax.params_of(eqn).get("policy") is POLICY
+
+
+def ends(
+    body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], start: int, stop: int
+) -> tuple[list, list]:
+    """Return the variables that some equations read of others, and that others read of them."""
+    eqns, results = body.eqns[start:stop], set(_jax.variables(body.outvars))
+    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
+    return list(reads), [v for v in made if last.get(v, -1) >= stop or v in results]
