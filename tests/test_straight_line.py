@@ -232,26 +232,6 @@ def test_custom_rules_and_checkpoints_of_the_user_inside():
     assert_close(jax.grad(within(f, *args))(*args), jax.grad(f)(*args))
 
 
-def recurrent(w, x):
-    """Steps in a Python loop that share their weights."""
-    h = x
-    for _ in range(24):
-        h = jnp.tanh(h @ w + x)
-    return jnp.sum(h**2)
-
-
-def test_cotangents_of_shared_weights_do_not_wait_for_each_other():
-    """A compiler that sums all of them at the end keeps all of them until then."""
-    args = jnp.sin(jnp.arange(64.0 * 64).reshape(64, 64)), jnp.cos(jnp.arange(256.0).reshape(4, 64))
-    budget = least(recurrent, *args)
-    budgeted = loopkit.checkpointed(recurrent, memory=budget)
-    used, whole = (compiled_bytes(f, *args) for f in (budgeted, recurrent))
-    assert 1.25 * budget < 0.3 * whole
-    assert (used <= 1.25 * budget) == RUNS_AGAIN
-    slopes = (jax.jit(jax.grad(f, (0, 1)))(*args) for f in (budgeted, recurrent))
-    assert_close(*slopes)
-
-
 def test_code_with_callbacks_of_values_without_tangents_is_divided():
     def f(ws, x):
         for w in ws:
@@ -341,18 +321,3 @@ def test_a_loop_of_a_checkpoint_inside_shard_map_is_planned_outside():
         gradient(loopkit.checkpointed(f, memory=1))
     (least,) = re.findall(r"at least (\d+) bytes", str(refused.value))
     assert_close(gradient(loopkit.checkpointed(f, memory=int(least))), gradient(f))
-
-
-def test_complex_values_that_a_plan_would_store_run_again():
-    """JAX raises an error if a policy saves complex values by name."""
-    x = jnp.linspace(0.1, 1.0, 16 * 24).reshape(16, 24).astype(complex)
-    w = jnp.sin(jnp.arange(12.0 * 24 * 24)).reshape(12, 24, 24).astype(complex) / 5
-
-    def f(x):
-        for k in range(12):
-            x = x + jnp.tanh(x @ w[k]) * jnp.cos(x)
-        return jnp.sum(jnp.abs(x) ** 2)
-
-    for memory in (100_000, 120_000, 150_000, 200_000):
-        got = jax.jit(jax.grad(loopkit.checkpointed(f, memory=memory)))(x)
-        assert_close(got, jax.jit(jax.grad(f))(x))

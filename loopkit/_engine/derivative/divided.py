@@ -106,10 +106,8 @@ class Divided(NamedTuple):
 
         def named(eqn: _jax.Equation, ins: list) -> list:
             # JAX cannot save complex values by name: they run again.
-            stored = [
-                v for v in stretch.stored.intersection(eqn.outvars) if v.aval.dtype not in COMPLEX
-            ]
-            return _stored(eqn, ins, set(stored)) if stored else _jax.bind_equation(eqn, ins)
+            stored = {v for v in eqn.outvars if v in stretch.stored and v.aval.dtype not in COMPLEX}
+            return _stored(eqn, ins, stored) if stored else _jax.bind_equation(eqn, ins)
 
         def again(*values: jax.Array) -> list:
             inside: dict[Any, Any] = dict(zip(reads, values, strict=True))
@@ -142,7 +140,7 @@ def _stored(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> lis
         return _named(eqn, operands(x), values)
 
     @run.defjvp
-    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> list:
+    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple:
         bind = lambda x: _jax.bind_equation(eqn, operands(x))
         both = lambda x, t: list(it.chain(*jax.jvp(bind, [x], [t])))
         types = [jax.typeof(x) for x in (*primals, *tangents)]
