@@ -89,6 +89,7 @@ def _by_size(loop: Plan, steps: int, small: tuple[Plan, ...]) -> list[Plan]:
     return _worth_their_bytes(plans, steps, lambda p: p.peak_bytes)
 
 
+@lru_cache(maxsize=256)
 def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None) -> list[Plan]:
     """Return plans from the fastest to the smallest, each the fastest in its bytes.
 

@@ -83,7 +83,7 @@ class Plan:
             advice = "Leave it out: loopkit fills it in for the loop."
             raise errors.wrong_type("Plan", "step", "must be StepCosts", repr(self.step), advice)
 
-    @property
+    @ft.cached_property
     def strategy(self) -> Strategy:
         """The steps that the forward pass saves, which decides how both passes run."""
         if self.keeps_all:
@@ -132,7 +132,7 @@ class Plan:
         """The number of slots that have memory."""
         return self.slots - self.spared
 
-    @property
+    @ft.cached_property
     def slot_bytes(self) -> int:
         """The bytes that the forward pass saves for the backward pass."""
         if self.strategy == "every residual":
@@ -141,7 +141,7 @@ class Plan:
         last = self.keeps_last * self.segment * self.row.bytes
         return self.rows * self.step.carry_bytes + segments + last
 
-    @property
+    @ft.cached_property
     def row(self) -> Row:
         """The part of a step that is stored, by the forward pass or while a segment is reversed."""
         return self.step.row(self.store, self.price)
@@ -159,7 +159,7 @@ class Plan:
         row = 0 if self.strategy == "every carry" else self.row.bytes
         return 0 if self.segment == 1 else self.segment * (row + self.factor_bytes)
 
-    @property
+    @ft.cached_property
     def peak_bytes(self) -> int:
         """The predicted bytes of the device, beyond the gradient of a single step."""
         if self.bound is not None and self.bound <= 1:

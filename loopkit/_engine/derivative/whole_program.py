@@ -52,15 +52,19 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
         got = f"a function of the axis {', '.join(map(repr, axes))}"
         advice = "Leave it out, or put `checkpointed` around what has that axis."
         raise errors.wrong_value("checkpointed", "measure", expected, got, advice)
-    count = 0
+    count, derived = 0, {}
 
     def with_number(eqn: _jax.Equation) -> Any:
         nonlocal count
-        part = getattr(eqn.params.get("loop"), "checkpoints", None)
+        loop: Any = eqn.params.get("loop")
+        part = getattr(loop, "checkpoints", None)
         if not isinstance(part, Part) or part.number != 0 or eqn.primitive not in WITH_PARTS:
             return eqn
         count += 1
-        return with_budget(eqn, replace(part, number=count))
+        # A loop that the program has several times is differentiated once.
+        memory = derived.setdefault(id(loop), dict(loop.step_memory))
+        sharing = lambda numbered: numbered.replace(step_memory=memory)
+        return with_budget(eqn, replace(part, number=count), sharing)
 
     numbered = equations.map_equations(jaxpr, with_number)
     ways = Ways(numbered, budget, first)
