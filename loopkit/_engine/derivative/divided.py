@@ -1,7 +1,8 @@
 """Run a program in stretches, of which some run again when they are reversed.
 
-A stretch that runs again is put under `jax.checkpoint`, which is right in every transformation. An
-array that is read slice by slice, as in a loop that is written out, gets its cotangent in place.
+A stretch that runs again is put under `jax.checkpoint`, which every transformation of JAX itself
+knows. An array that is read slice by slice, as in a loop that is written out, gets its cotangent in
+place.
 """
 
 from __future__ import annotations
