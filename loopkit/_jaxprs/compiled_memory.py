@@ -49,20 +49,21 @@ def takes_over(eqn: _jax.Equation) -> bool:
     return name in CHEAP or name in IN_PLACE or bool(handed_on(eqn))
 
 
-def handed_on(eqn: _jax.Equation) -> list[tuple[_jax.Var, _jax.Atom]]:
+def handed_on(eqn: _jax.Equation) -> list[tuple[_jax.Var, _jax.Var]]:
     """Return the results that are operands, in the same memory, and these operands."""
+    pairs: Iterable[tuple] = ()
     if eqn.primitive.name == "optimization_barrier":
-        return list(zip(eqn.outvars, eqn.invars, strict=True))
-    if eqn.primitive.name == "loopkit_read":
-        return [(eqn.outvars[-1], eqn.invars[0])]
-    if not equations.is_remat(eqn):
-        return []
-    inside, same = _jax.open_jaxpr(equations.jaxprs_in(eqn)[0]), {}
-    for each in inside.eqns:
-        same |= {v: equations.renamed(u, same) for v, u in handed_on(each)}
-    operands = dict(zip(inside.invars, eqn.invars, strict=True))
-    pairs = zip(eqn.outvars, _jax.variables(inside.outvars), strict=False)
-    return [(v, operands[same[u]]) for v, u in pairs if same.get(u) in operands]
+        pairs = zip(eqn.outvars, eqn.invars, strict=True)
+    elif eqn.primitive.name == "loopkit_read":
+        pairs = [(eqn.outvars[-1], eqn.invars[0])]
+    elif equations.is_remat(eqn):
+        inside = _jax.open_jaxpr(equations.jaxprs_in(eqn)[0])
+        same = dict(zip(inside.invars, eqn.invars, strict=True))
+        for each in inside.eqns:
+            same |= {v: same[u] for v, u in handed_on(each) if u in same}
+        outs = zip(eqn.outvars, inside.outvars, strict=True)
+        pairs = [(v, same[u]) for v, u in outs if not isinstance(u, _jax.Literal) and u in same]
+    return [(v, u) for v, u in pairs if not isinstance(u, _jax.Literal)]
 
 
 def kept_by_compiler(residuals: Residuals, linear: _jax.Jaxpr) -> list:

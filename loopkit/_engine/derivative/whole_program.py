@@ -62,7 +62,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
             return eqn
         count += 1
         # A loop that the program has several times is differentiated once.
-        memory = derived.setdefault(id(loop), dict(loop.step_memory))
+        _, memory = derived.setdefault(id(loop), (loop, dict(loop.step_memory)))
         sharing = lambda numbered: numbered.replace(step_memory=memory)
         return with_budget(eqn, replace(part, number=count), sharing)
 
