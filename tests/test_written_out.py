@@ -113,6 +113,21 @@ def test_cotangents_of_slices_are_added_in_place(times):
     assert_close(*(jax.jit(g)(*args) for g in gradients))
 
 
+def test_cotangents_of_slices_beside_loops_are_added_in_place():
+    """In every budget, also if nothing runs again."""
+
+    def f(xs, w, h):
+        h = h * gated(READS["static"], xs, w, h)
+        return jnp.sum(lax.scan(lambda c, x: (jnp.tanh(c @ w[0]) + x, None), h, xs)[0])
+
+    args = rows()
+    gradients = [jax.grad(f, (0, 1, 2)) for f in (f, within(f, args, 1.0), within(f, args, 100.0))]
+    counts = [primitives(g, *args)["pad"] for g in gradients]
+    assert counts[0] >= len(args[0])
+    assert counts[1:] == [0, 0]
+    assert_close(*(jax.jit(g)(*args) for g in (gradients[0], gradients[2])))
+
+
 def test_a_few_slices_are_left_to_jax():
     f = lambda x: jnp.sum(jnp.sin(x[:4]) * jnp.cos(x[4:])) + jnp.sum(x)
     budgeted = loopkit.checkpointed(f, memory="1 MB")

@@ -8,7 +8,7 @@ place.
 from __future__ import annotations
 
 import itertools as it
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from loopkit import _jax
 from loopkit._engine.derivative.timeline import Met
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
-from loopkit._jaxprs.slice_cotangents import as_read
+from loopkit._jaxprs.slice_cotangents import as_read, read_in_slices
 from loopkit._plans.stretches import Division, Stretch
 
 STORED = "loopkit: stored"
@@ -49,14 +49,11 @@ class Divided(NamedTuple):
 
     def program(self, division: Division) -> Any:
         """Return the program whose stretches run again as a division says."""
-        everything = len(division.stretches) == 1 and not division.stretches[0].again
-        if everything and not self.sliced:
-            return self.whole
+        if len(division.stretches) == 1 and not division.stretches[0].again:
+            return with_slices_in_place(self.whole)
 
         def divided(*values: jax.Array) -> list:
             env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
-            if everything:
-                return equations.run(self.body.eqns, env, self.body.outvars, self._reading(env))
             for stretch in division.stretches:
                 if stretch.again:
                     self._run_again(stretch, env)
@@ -78,24 +75,11 @@ class Divided(NamedTuple):
         reads, _ = self._ends(stretch)
         return [v for v in reads if self.last[v] >= self.cuts[stretch.stop]]
 
-    def _reading(self, env: dict, rule: Any = _jax.bind_equation) -> Callable[[Any, list], Any]:
-        """Return a rule for equations, of which those that read slices pass the array on."""
-
-        def reading(eqn: _jax.Equation, ins: list) -> Any:
-            first = _jax.variables(eqn.invars[:1])
-            found = as_read(eqn, ins) if self.sliced.intersection(first) else None
-            if found is None:
-                return rule(eqn, ins)
-            outs, env[eqn.invars[0]] = found
-            return outs
-
-        return reading
-
     def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
         """Run the blocks of a stretch; no fusion crosses the ends of blocks."""
         cuts = self.cuts[stretch.start : stretch.stop + 1]
         for start, stop in it.pairwise(cuts):
-            equations.run(self.body.eqns[start:stop], env, [], self._reading(env, rule))
+            equations.run(self.body.eqns[start:stop], env, [], _reading(env, self.sliced, rule))
             if stretch.again or stop < cuts[-1]:
                 _, makes = ends(self.body, self.last, start, stop)
                 env |= {v: _apart(env[v]) for v in makes}
@@ -117,6 +101,32 @@ class Divided(NamedTuple):
 
         made = jax.checkpoint(again, policy=POLICY)(*(env[v] for v in reads))
         env |= zip(makes, made, strict=True)
+
+
+def with_slices_in_place(jaxpr: _jax.Jaxpr) -> Any:
+    """Return a program that adds cotangents of slices in place, where many are of one array."""
+    body = _jax.open_jaxpr(equations.inlined(jaxpr))
+    sliced = read_in_slices(body.eqns)
+
+    def run(*values: jax.Array) -> list:
+        env: dict[Any, Any] = dict(zip(body.invars, values, strict=True))
+        return equations.run(body.eqns, env, body.outvars, _reading(env, sliced))
+
+    return _jax.trace_closed(run, jaxpr.in_avals, "with_slices") if sliced else jaxpr
+
+
+def _reading(env: dict, sliced: frozenset[_jax.Var], rule: Any = _jax.bind_equation) -> Any:
+    """Return a rule for equations, of which those that read slices pass the array on."""
+
+    def reading(eqn: _jax.Equation, ins: list) -> Any:
+        first = _jax.variables(eqn.invars[:1])
+        found = as_read(eqn, ins) if sliced.intersection(first) else None
+        if found is None:
+            return rule(eqn, ins)
+        outs, env[first[0]] = found
+        return outs
+
+    return reading
 
 
 def _apart(value: jax.Array) -> jax.Array:

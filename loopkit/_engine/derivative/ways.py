@@ -11,6 +11,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.derivative.choices import choices_of, timeline_of, with_budget
+from loopkit._engine.derivative.divided import with_slices_in_place
 from loopkit._engine.derivative.reversal import NotReversedError
 from loopkit._engine.derivative.straight_line import divided
 from loopkit._engine.derivative.timeline import Timeline, met_in
@@ -68,7 +69,8 @@ class Ways:
         refers = _jax.has_references(numbered)
         if refers or any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
             line, self.choices = timeline_of(numbered, self._moves, budget)
-            self.first.append(Way(line, 0.0, lambda: numbered))
+            program = (lambda: numbered) if refers else partial(with_slices_in_place, numbered)
+            self.first.append(Way(line, 0.0, program))
             self._divides = line.of_gradient and not refers
 
     @cached_property
