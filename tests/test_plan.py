@@ -150,12 +150,33 @@ def test_more_memory_is_never_slower(name, bound, exact):
     assert last is not None
 
 
+@pytest.mark.parametrize(("again", "kept"), [(1e3, 100), (1e5, 1000)])
+def test_bytes_that_hardly_save_time_are_left(again, kept):
+    """To run a part again takes a thousandth of a step, or a tenth."""
+    step = StepCosts(500, 1000, run=1e6, record=1e6, remake=1e6, residual_arrays=1)
+    step = step._replace(smaller_rows=(Row(1.0, 100, 1, again),))
+    plan = make_plan(Bytes(10**6), 20, True, step)
+    assert plan.keeps_all
+    assert plan.row.bytes == kept
+
+
+def test_what_passes_through_a_loop_may_leave_no_memory_to_reuse():
+    """Beyond 32 MB, memory is new at every call."""
+    alone = StepCosts(100, 250_000, run=1e5, record=1e5, remake=1e5, residual_arrays=1)
+    with_ys = alone._replace(slice_bytes=100_000)
+    plans = [make_plan(Bytes(10**8), 100, True, step) for step in (alone, with_ys)]
+    assert plans[0].keeps_all
+    assert plans[1].peak_bytes < 24 * 10**6
+    small = [make_plan(None, 10, True, step).stored for step in (alone, with_ys)]
+    assert small[0] == small[1]
+
+
 def test_large_products_are_added_up_seldom():
     """However many carries there is room for: each sum of two matrices takes as long as steps."""
     step = MONOTONE["a recurrent network"]
     for count in (10**6, 2 * 10**6, 4 * 10**6):
         plan = make_plan(Bytes(count), 20_000, True, step)
-        assert plan.segment > 100 or plan.strategy == "every carry"
+        assert plan.segment >= 100 or plan.strategy == "every carry"
     short = replace(plan, slots=5_000, segment=4)
     alone = [replace(p, step=step._replace(product_bytes=0)) for p in (short, plan)]
     dearer, without = (

@@ -24,8 +24,10 @@ PLACED = 128
 """The most slots if a schedule places the checkpoints online: its tables grow with the slots."""
 SPLIT = 512
 """The most slots if a schedule for a known number of steps splits the recomputation."""
-NEAR_LEAST_TIME = 1.02
-"""A plan may take this many times the least predicted time if it moves less to the host."""
+ALIKE = 1.01
+"""A gradient may take this many times the least predicted time if it needs fewer bytes."""
+BACK = 2.0
+"""The time to go back over a step, whatever the plan, relative to the time to run it."""
 NEXT_SLOTS = 1.15
 """The ratio of the numbers of slots to try, from 14 on. They do not depend on the budget: so a
 larger one has all plans of a smaller one."""
@@ -54,11 +56,11 @@ def cheapest_plan(
     unasked: Plan | None = None,
     firm: bool = True,
 ) -> Plan:
-    """Return the plan of least predicted time, of at most `count` bytes and `most` slots.
+    """Return the fastest plan of at most `count` bytes and `most` slots, by prediction.
 
     With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
-    that loopkit would take without a budget. If nothing fits in the bytes, that is an error only if
-    they are `firm`.
+    that loopkit would take without a budget. If the bytes are `firm`, the plan is the smallest of
+    those that take hardly longer, and it is an error if nothing fits.
     """
     steps = loop.bound
     if steps is None:
@@ -68,12 +70,14 @@ def cheapest_plan(
     if host is None and most is None:
         plans = _by_size(loop, steps, tuple(small))
         if fit := [p for p in plans if p.peak_bytes <= count]:
-            return fit[-1]
+            least = fit[-1].nanoseconds(steps)
+            least = alike(least, BACK * steps * loop.step.run) if firm else least
+            return next(p for p in fit if p.nanoseconds(steps) <= least)
     else:
         plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
         least = min((p.nanoseconds(steps) for p in fit), default=0.0)
-        least *= NEAR_LEAST_TIME if host else 1  # transfers to the host take longer than steps
+        least *= ALIKE if host else 1  # transfers to the host take longer than steps
         if near := [p for p in fit if p.nanoseconds(steps) <= least]:
             return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
@@ -104,6 +108,15 @@ def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None)
     fit = [p for p in plans if p is few or fits(p)]
     size = lambda p: p.peak_bytes + p.host_bytes * loop.host / part
     return _worth_their_bytes(fit, steps, size)[::-1]
+
+
+def alike(least: float, rest: float) -> float:
+    """Return the most time that is hardly longer than `least`, if the rest of a gradient takes
+    `rest` beside it.
+
+    Predictions are no better, and memory that hardly saves time often costs some.
+    """
+    return ALIKE * (least + rest) - rest
 
 
 def _worth_their_bytes(

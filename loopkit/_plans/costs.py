@@ -57,6 +57,8 @@ class StepCosts(NamedTuple):
     """The bytes of residuals that a policy puts into the host's memory."""
     smaller_rows: tuple[Row, ...] = ()
     """Ways to store fewer bytes than all residuals, from more bytes to fewer, at higher prices."""
+    slice_bytes: int = 0
+    """The bytes of the slices of xs and ys of a step, whose arrays are in use all along."""
     largest_carry: int = 0
     """The bytes of the largest array in the carry."""
     largest_residual: int = 0
@@ -170,11 +172,15 @@ WAIT = 13_900.0
 """Nanoseconds until the host has read a predicate and the device runs again, on an H200."""
 
 
-def price_of_byte(count: int, device: Accelerator | None = None) -> float:
-    """Return the nanoseconds to write and read a byte if `count` bytes are in use."""
+def price_of_byte(count: int, device: Accelerator | None = None, beside: int = 0) -> float:
+    """Return the nanoseconds to write and read a byte if `count` bytes are in use.
+
+    The bytes `beside` these pass through the caches, and count only where memory is new.
+    """
     if device is not None:
         return device.byte
-    return next(price for size, price in CACHES if count <= size)
+    cached = [price for size, price in CACHES[:-1] if count <= size]
+    return cached[0] if cached and count + beside <= CACHES[-2][0] else CACHES[-1][1]
 
 
 def price_beyond_caches(count: int, device: Accelerator | None) -> float:

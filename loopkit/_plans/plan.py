@@ -266,7 +266,8 @@ class Plan:
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
-        price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device)
+        beside = (self.bound or 0) * step.slice_bytes
+        price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device, beside)
         save = step.to_host if self.host else lambda count, _: price * count
         row = step.array * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":

@@ -180,6 +180,7 @@ def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
         residual_arrays=len(stored),
         holds_loops=split.variant == "inner loops again"
         or any(e.primitive is forward_p for e in equations.all_equations(split.forward)),
+        slice_bytes=_jax.byte_count(*loop.x_types, *loop.y_types),
         largest_carry=max(map(_jax.byte_count, quiet.slot_types), default=0),
         largest_residual=max(map(_jax.byte_count, stored), default=0),
         pooled=0.0 if loop.device else POOLED * launched(quiet.forward, whole.tangents),
