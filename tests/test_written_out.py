@@ -128,6 +128,22 @@ def test_cotangents_of_slices_beside_loops_are_added_in_place():
     assert_close(*(jax.jit(g)(*args) for g in (gradients[0], gradients[2])))
 
 
+def test_steps_are_not_fused_with_each_other():
+    """XLA for CPUs would compute what several kernels read in each of them."""
+
+    def f(xs, h):
+        for k in range(len(xs)):
+            h = jnp.sin(h * xs[k]) + jnp.cos(h) * jnp.exp(xs[k - 1])
+        return jnp.sum(h**2)
+
+    args = jnp.linspace(0.1, 1.0, 24 * 500).reshape(24, 500), jnp.ones(500)
+    gradients = [jax.jit(jax.grad(g, (0, 1))) for g in (f, loopkit.checkpointed(f, memory="1 GB"))]
+    texts = [g.lower(*args).compile().as_text() for g in gradients]
+    computed = [sum(text.count(f" {name}(") for name in ("sine", "cosine")) for text in texts]
+    assert (computed[1] < 0.5 * computed[0]) == RUNS_AGAIN
+    assert_close(*(g(*args) for g in gradients))
+
+
 def test_a_few_slices_are_left_to_jax():
     f = lambda x: jnp.sum(jnp.sin(x[:4]) * jnp.cos(x[4:])) + jnp.sum(x)
     budgeted = loopkit.checkpointed(f, memory="1 MB")

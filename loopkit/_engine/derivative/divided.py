@@ -17,8 +17,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from loopkit import _jax
+from loopkit._engine.derivative.blocks import Blocks, blocks_of
 from loopkit._engine.derivative.timeline import Met
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.accelerators import planned_for
 from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.slice_cotangents import as_read, read_in_slices
 from loopkit._plans.stretches import Division, Stretch
@@ -35,12 +37,7 @@ class Divided(NamedTuple):
     """A program, and the ways to divide it."""
 
     whole: _jax.Jaxpr
-    body: _jax.OpenJaxpr
-    """The program without calls of jitted functions."""
-    last: Mapping[_jax.Var, int]
-    """The last equation that reads each variable."""
-    cuts: Sequence[int]
-    """Where blocks start, and the number of equations."""
+    blocks: Blocks
     sliced: frozenset[_jax.Var]
     """Variables that many equations read slices of."""
     loops: Mapping[Hashable, Met]
@@ -53,7 +50,7 @@ class Divided(NamedTuple):
             return with_slices_in_place(self.whole)
 
         def divided(*values: jax.Array) -> list:
-            env: dict[Any, Any] = dict(zip(self.body.invars, values, strict=True))
+            env: dict[Any, Any] = dict(zip(self.blocks.body.invars, values, strict=True))
             for stretch in division.stretches:
                 if stretch.again:
                     self._run_again(stretch, env)
@@ -61,28 +58,27 @@ class Divided(NamedTuple):
                     self._run(stretch, env)
                 # Cotangents are summed by stretch, of what is read in it and after it.
                 env |= {v: _apart(env[v]) for v in self._read_later(stretch)}
-            return equations.run([], env, self.body.outvars)
+            return equations.run([], env, self.blocks.body.outvars)
 
-        types = [v.aval for v in self.body.invars]
+        types = [v.aval for v in self.blocks.body.invars]
         return _jax.trace_closed(divided, types, "divided")
 
     def _ends(self, stretch: Stretch) -> tuple[list, list]:
-        start, stop = self.cuts[stretch.start], self.cuts[stretch.stop]
-        return ends(self.body, self.last, start, stop)
+        cuts = self.blocks.cuts
+        return self.blocks.ends(cuts[stretch.start], cuts[stretch.stop])
 
     def _read_later(self, stretch: Stretch) -> list:
         """Return the variables that a stretch reads, and equations after it."""
         reads, _ = self._ends(stretch)
-        return [v for v in reads if self.last[v] >= self.cuts[stretch.stop]]
+        return [v for v in reads if self.blocks.last[v] >= self.blocks.cuts[stretch.stop]]
 
     def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
-        """Run the blocks of a stretch; no fusion crosses the ends of blocks."""
-        cuts = self.cuts[stretch.start : stretch.stop + 1]
+        """Run the blocks of a stretch."""
+        cuts, body = self.blocks.cuts[stretch.start : stretch.stop + 1], self.blocks.body
         for start, stop in it.pairwise(cuts):
-            equations.run(self.body.eqns[start:stop], env, [], _reading(env, self.sliced, rule))
+            equations.run(body.eqns[start:stop], env, [], _reading(env, self.sliced, rule))
             if stretch.again or stop < cuts[-1]:
-                _, makes = ends(self.body, self.last, start, stop)
-                env |= {v: _apart(env[v]) for v in makes}
+                _end_block(self.blocks, start, stop, env)
 
     def _run_again(self, stretch: Stretch, env: dict) -> None:
         """Run a stretch that runs again when it is reversed."""
@@ -105,14 +101,27 @@ class Divided(NamedTuple):
 
 def with_slices_in_place(jaxpr: _jax.Jaxpr) -> Any:
     """Return a program that adds cotangents of slices in place, where many are of one array."""
-    body = _jax.open_jaxpr(equations.inlined(jaxpr))
+    blocks = blocks_of(jaxpr)
+    body = blocks.body
     sliced = read_in_slices(body.eqns)
+    # XLA for CPUs would fuse steps that are written out, and compute much of them several times.
+    on_cpu = planned_for() is None
 
     def run(*values: jax.Array) -> list:
         env: dict[Any, Any] = dict(zip(body.invars, values, strict=True))
-        return equations.run(body.eqns, env, body.outvars, _reading(env, sliced))
+        for start, stop in it.pairwise(blocks.cuts):
+            equations.run(body.eqns[start:stop], env, [], _reading(env, sliced))
+            if on_cpu:
+                _end_block(blocks, start, stop, env)
+        return equations.run([], env, body.outvars)
 
     return _jax.trace_closed(run, jaxpr.in_avals, "with_slices") if sliced else jaxpr
+
+
+def _end_block(blocks: Blocks, start: int, stop: int, env: dict) -> None:
+    """Let no fusion go on beyond a block."""
+    _, makes = blocks.ends(start, stop)
+    env |= {v: _apart(env[v]) for v in makes}
 
 
 def _reading(env: dict, sliced: frozenset[_jax.Var], rule: Any = _jax.bind_equation) -> Any:
@@ -172,13 +181,3 @@ def _named(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> list
 def is_stretch(eqn: _jax.Equation) -> bool:
     """Return whether an equation is a stretch that runs again."""
     return _jax.params_of(eqn).get("policy") is POLICY
-
-
-def ends(
-    body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], start: int, stop: int
-) -> tuple[list, list]:
-    """Return the variables that some equations read of others, and that others read of them."""
-    eqns, results = body.eqns[start:stop], set(_jax.variables(body.outvars))
-    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-    reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
-    return list(reads), [v for v in made if last.get(v, -1) >= stop or v in results]

@@ -1,24 +1,23 @@
 """Run code between loops again in a gradient, so that less of it lives: `_plans/stretches.py`.
 
-Loops, and equations that must not run again, are blocks of their own. Between these, blocks end
-where few bytes go from one to the next. `divided.py` runs what the blocks become.
+The derivative of each block of a program is found once. `divided.py` runs what the blocks become.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from loopkit import _jax
-from loopkit._engine.derivative.divided import Divided, ends
+from loopkit._engine.derivative.blocks import blocks_of, stays
+from loopkit._engine.derivative.divided import Divided
 from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.derivative.reversal import asked
 from loopkit._engine.derivative.timeline import (
     Outside,
     Timeline,
-    met_in,
     timeline,
 )
 from loopkit._engine.loop import Active, Const, Loop, Output, kept
@@ -32,27 +31,22 @@ from loopkit._jaxprs.compiled_memory import (
 )
 from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._jaxprs.min_cut import PICOSECONDS, Residuals
-from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._jaxprs.slice_cotangents import read_in_slices
 from loopkit._plans.one_price import without_dominated
 from loopkit._plans.stretches import Block, Row, divisions
 from loopkit._programs import shared
 
-BLOCKS = 48
-"""About how many blocks a program has."""
-
 
 def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
     """Return the ways to divide a program, for the gradient in the inputs that move."""
-    body = _jax.open_jaxpr(equations.inlined(jaxpr))
-    last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
-    cuts = [*_starts(body, last), len(body.eqns)]
+    cut = blocks_of(jaxpr)
+    body = cut.body
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
     sizes |= dict.fromkeys(_jax.variables(body.outvars), 0)
     moving, blocks, loops = set(filter(_moves, kept(body.invars, moves))), [], {}
     indices, sliced = index_bytes(body.eqns, planned_for()), read_in_slices(body.eqns)
-    for start, stop in pairwise(cuts):
-        reads, makes = ends(body, last, start, stop)
+    for start, stop in pairwise(cut.cuts):
+        reads, makes = cut.ends(start, stop)
         eqns, arguments = body.eqns[start:stop], set(body.invars)
         reads.sort(key=lambda v: v not in arguments)
         count = sum(v in arguments for v in reads)
@@ -60,57 +54,17 @@ def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
         moving.update(kept(makes, piece.moving))
         made = [v for eqn in eqns for v in eqn.outvars]
         block = _block(piece, reads[count:], made, start, sizes)
-        later = [v for v in reads[:count] if last[v] >= stop and v in moving]
+        later = [v for v in reads[:count] if cut.last[v] >= stop and v in moving]
         terms = term_bytes(eqns)
         summed = sum(min(terms[v], _jax.byte_count(v.aval)) for v in later if v not in sliced)
         moments = tuple(m._replace(values=m.values + indices) for m in block.moments)
         blocks.append(replace(block, summed=summed, moments=moments))
         loops |= piece.line.loops
-    return Divided(jaxpr, body, last, cuts, sliced, loops, divisions(blocks, sizes))
+    return Divided(jaxpr, cut, sliced, loops, divisions(blocks, sizes))
 
 
 def _moves(v: _jax.Var) -> bool:
     return _jax.is_differentiable(v.aval)
-
-
-def _stays(eqn: _jax.Equation) -> bool:
-    """Return whether an equation does not run again: a loop has a plan for that."""
-    return not is_repeatable(eqn) or any(True for _ in met_in(eqn, primal=True))
-
-
-def _starts(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int]) -> Iterator[int]:
-    """Yield where blocks start: of windows of as many bytes, where the fewest go on."""
-    made = [_jax.byte_count(*(v.aval for v in eqn.outvars)) for eqn in body.eqns]
-    crossing, window = _crossing(body, last, made), sum(made) / BLOCKS
-    stays = list(map(_stays, body.eqns))
-    best, filled = None, 0
-    yield 0
-    for k in range(1, len(body.eqns)):
-        filled += made[k - 1]
-        if stays[k] or stays[k - 1]:
-            yield k
-            best, filled = None, 0
-            continue
-        if best is None or crossing[k] <= crossing[best]:
-            best = k
-        if filled >= window:
-            yield best
-            best, filled = None, 0
-
-
-def _crossing(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], made: Sequence[int]) -> list[int]:
-    """Return the bytes of values from before each equation that it, or a later one, reads."""
-    changes = [0] * (len(made) + 2)
-    for k, eqn in enumerate(body.eqns):
-        for v in eqn.outvars:
-            if v in last:
-                changes[k + 1] += _jax.byte_count(v.aval)
-                changes[last[v] + 1] -= _jax.byte_count(v.aval)
-    found, live = [], 0
-    for change in changes:
-        live += change
-        found.append(live)
-    return found
 
 
 class Piece(NamedTuple):
@@ -167,7 +121,7 @@ def _piece(
     outputs = len(j.outvars)
     jaxpr, _ = _jax.dce(j, [True] * outputs, [True] * n)
     loop = shared(Loop(None, jaxpr, 0, (Const(),) * n, (), (), (Output(),) * outputs, 1))
-    again, results = not any(map(_stays, eqns)), [numbers[v] for v in makes]
+    again, results = not any(map(stays, eqns)), [numbers[v] for v in makes]
     values = [*results, *(numbers[v] for v in inside)]
     flags = _moving(eqns, reads, makes, moving)
     active = Active(flags[0], (), (), (*flags[1], *[False] * len(inside)))
