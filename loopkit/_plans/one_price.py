@@ -128,14 +128,15 @@ class Chain:
         if number is None:
             return None
         found, fastest = self.states[number], self.states[max(0, number - 1)].nanoseconds
+        # What is faster than the state before would make a little more memory slower.
+        between = lambda time: fastest <= found.nanoseconds + time < found.nanoseconds
         changed = (
             state_of(self._moments, {**found.chosen, key: choice})
             for key, some in self._choices.items()
             for choice in some
+            if between(choice.nanoseconds - found.chosen[key].nanoseconds)
         )
-        # What is faster than the state before would make a little more memory slower.
-        fit = [s for s in changed if s.nanoseconds >= fastest and fits(s)]
-        return min([found, *fit], key=lambda s: s.nanoseconds)
+        return min([found, *filter(fits, changed)], key=lambda s: s.nanoseconds)
 
     def least(self, by_host: bool = False) -> State:
         """Return the state of the fewest bytes: first of all of the host's, if `by_host`."""
