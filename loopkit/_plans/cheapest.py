@@ -60,7 +60,7 @@ def cheapest_plan(
 
     With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
     that loopkit would take without a budget. If the bytes are `firm`, the plan is the smallest of
-    those that take hardly longer, and it is an error if nothing fits.
+    those that take hardly longer and run no more steps, and it is an error if nothing fits.
     """
     steps = loop.bound
     if steps is None:
@@ -70,9 +70,10 @@ def cheapest_plan(
     if host is None and most is None:
         plans = _by_size(loop, steps, tuple(small))
         if fit := [p for p in plans if p.peak_bytes <= count]:
-            least = fit[-1].nanoseconds(steps)
-            least = alike(least, BACK * steps * loop.step.run) if firm else least
-            return next(p for p in fit if p.nanoseconds(steps) <= least)
+            least, runs = fit[-1].nanoseconds(steps), runs_again(fit[-1], steps)
+            near = alike(least, BACK * steps * loop.step.run) if firm else least
+            found = (p for p in fit if p.nanoseconds(steps) <= near)
+            return next(p for p in found if runs_again(p, steps) <= runs)
     else:
         plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
