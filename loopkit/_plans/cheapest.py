@@ -24,7 +24,7 @@ PLACED = 128
 """The most slots if a schedule places the checkpoints online: its tables grow with the slots."""
 SPLIT = 512
 """The most slots if a schedule for a known number of steps splits the recomputation."""
-ALIKE = 1.01
+HARDLY_LONGER = 1.01
 """A gradient may take this many times the least predicted time if it needs fewer bytes."""
 BACK = 2.0
 """The time to go back over a step, whatever the plan, relative to the time to run it."""
@@ -70,15 +70,12 @@ def cheapest_plan(
     if host is None and most is None:
         plans = _by_size(loop, steps, tuple(small))
         if fit := [p for p in plans if p.peak_bytes <= count]:
-            least, runs = fit[-1].nanoseconds(steps), runs_again(fit[-1], steps)
-            near = alike(least, BACK * steps * loop.step.run) if firm else least
-            found = (p for p in fit if p.nanoseconds(steps) <= near)
-            return next(p for p in found if runs_again(p, steps) <= runs)
+            return _hardly_slower(fit, steps) if firm else fit[-1]
     else:
         plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
         least = min((p.nanoseconds(steps) for p in fit), default=0.0)
-        least *= ALIKE if host else 1  # transfers to the host take longer than steps
+        least *= HARDLY_LONGER if host else 1  # transfers to the host take longer than steps
         if near := [p for p in fit if p.nanoseconds(steps) <= least]:
             return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
@@ -86,6 +83,17 @@ def cheapest_plan(
     if not firm:
         return min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
     raise _refusal(small, count, host, loops, name)
+
+
+def _hardly_slower(plans: Sequence[Plan], steps: int) -> Plan:
+    """Return the first plan that takes hardly longer than the last, and runs no more steps.
+
+    Predictions are no better, and memory that hardly saves time often costs some.
+    """
+    rest, runs = BACK * steps * plans[-1].step.run, runs_again(plans[-1], steps)
+    most = HARDLY_LONGER * (plans[-1].nanoseconds(steps) + rest) - rest
+    found = (p for p in plans[:-1] if p.nanoseconds(steps) <= most)
+    return next((p for p in found if runs_again(p, steps) <= runs), plans[-1])
 
 
 @lru_cache(maxsize=256)
@@ -109,15 +117,6 @@ def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None)
     fit = [p for p in plans if p is few or fits(p)]
     size = lambda p: p.peak_bytes + p.host_bytes * loop.host / part
     return _worth_their_bytes(fit, steps, size)[::-1]
-
-
-def alike(least: float, rest: float) -> float:
-    """Return the most time that is hardly longer than `least`, if the rest of a gradient takes
-    `rest` beside it.
-
-    Predictions are no better, and memory that hardly saves time often costs some.
-    """
-    return ALIKE * (least + rest) - rest
 
 
 def _worth_their_bytes(

@@ -19,9 +19,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import planned_for
-from loopkit._jaxprs.cost import equation_nanoseconds
 from loopkit._plans.budget import Part
-from loopkit._plans.cheapest import BACK, alike
 from loopkit._plans.costs import price_beyond_caches
 from loopkit._plans.one_price import Chain, State, few
 from loopkit._programs import shared
@@ -68,9 +66,6 @@ class Ways:
         self._numbered, self._divides = numbered, True
         self.first: list[Way] = []
         eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
-        times = [(equation_nanoseconds(eqn, planned_for()), "loop" in eqn.params) for eqn in eqns]
-        # The time of a state has that of its loops, forward, already.
-        self._rest = sum(time * (BACK + (not of_loop)) for time, of_loop in times)
         refers = _jax.has_references(numbered)
         if refers or any(True for eqn in eqns for _ in met_in(eqn, primal=True)):
             line, self.choices = timeline_of(numbered, self._moves, budget)
@@ -111,19 +106,7 @@ class Ways:
             ) from error
 
     def within(self, count: int, host: int | None) -> Best:
-        """Return the fastest way within so many bytes; if there is none, the smallest.
-
-        Its loops have the fewest bytes with which it takes hardly longer.
-        """
-        best = self._fastest(count, host)
-        if not best.fits or host is not None:
-            return best
-        most = alike(best.nanoseconds, self._rest)
-        every = (Best(best.way, state, True) for state in self._chain(best.way).states)
-        near = [b for b in every if b.nanoseconds <= most and b.state.bytes <= count]
-        return min([best, *near], key=lambda b: b.state.bytes)
-
-    def _fastest(self, count: int, host: int | None) -> Best:
+        """Return the fastest way within so many bytes; if there is none, the smallest."""
         every = [self._in(way, count, host) for way in self.first]
         if any(b.fits and self._is_fastest(b) for b in every):
             return every[0]
@@ -141,9 +124,9 @@ class Ways:
         count, fewer = self.budget.count, int(self.budget.count / MARGIN)
         if self.budget.host is not None:
             return self.within(count, self.budget.host)
-        best = self._fastest(fewer, None)
+        best = self.within(fewer, None)
         if best.fits and self._is_fastest(best):
-            return self.within(fewer, None)
+            return best
         spared = SPARED * (count - self.smallest()[0].state.bytes)
         return self.within(max(fewer, count - max(0, int(spared))), None)
 
