@@ -1,7 +1,8 @@
 """The fastest plan within a budget of bytes.
 
-Among the plans that fit, loopkit takes the one with the least predicted time. That time counts
-bytes as well as steps: reading and writing a byte costs more once the caches are full.
+Among the plans that fit, loopkit takes the one with the least predicted time, or a smaller one that
+takes hardly longer. That time counts bytes as well as steps: reading and writing a byte costs more
+once the caches are full.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PLACED = 128
 """The most slots if a schedule places the checkpoints online: its tables grow with the slots."""
 SPLIT = 512
 """The most slots if a schedule for a known number of steps splits the recomputation."""
+NEAR_LEAST_TIME = 1.02
+"""A plan may take this many times the least predicted time if it moves less to the host."""
 HARDLY_LONGER = 1.01
 """A gradient may take this many times the least predicted time if it needs fewer bytes."""
 BACK = 2.0
@@ -75,7 +78,7 @@ def cheapest_plan(
         plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
         least = min((p.nanoseconds(steps) for p in fit), default=0.0)
-        least *= HARDLY_LONGER if host else 1  # transfers to the host take longer than steps
+        least *= NEAR_LEAST_TIME if host else 1  # transfers to the host take longer than steps
         if near := [p for p in fit if p.nanoseconds(steps) <= least]:
             return min(near, key=lambda p: (p.host_bytes, p.nanoseconds(steps), p.peak_bytes))
     if most is not None:
