@@ -1,8 +1,8 @@
-"""A plugin of pytest: `pytest -p pytest_loopkit --loopkit-replaces` runs each test inside
-`loopkit.replace_lax_loops`.
+"""A pytest plugin that runs each test inside `loopkit.replace_lax_loops`.
 
-It is a module of its own, which pytest loads only if asked to: importing `loopkit` imports JAX, and
-a project's `conftest.py` may have to set JAX's environment first."""
+Use it with `pytest -p pytest_loopkit --loopkit-replaces`. It is a module of its own, which pytest
+loads only if asked to: importing `loopkit` imports JAX, and a project's `conftest.py` may have to
+set JAX's environment first."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Replacing:
-    """Runs tests inside `replace_lax_loops`, and counts the loops: a suite without any says
+    """Runs tests inside `replace_lax_loops`, and counts the loops: without any, passing proves
     nothing."""
 
     def __init__(self) -> None:
         self.in_this_test = 0
         self.of_each_test: list[Any] = []
-        self.only = self.count  # one object: what was traced under it is not traced again
+        self.only = self.count  # one object, so that JAX does not retrace what it has traced
 
     def count(self, site: Any) -> bool:
         self.in_this_test += 1
@@ -49,7 +49,7 @@ class Replacing:
             return (yield)
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        item.user_properties.append((REPLACED, self.in_this_test))  # reports take it along
+        item.user_properties.append((REPLACED, self.in_this_test))  # reports carry it
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":

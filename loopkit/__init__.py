@@ -4,7 +4,7 @@ from loopkit import schedules as schedules
 from loopkit._arguments.failed_step import replay as replay
 from loopkit._buffers.buffer import Buffer as Buffer
 from loopkit._buffers.tensor_array import TensorArray as TensorArray
-from loopkit._engine import rules as _rules  # noqa: F401  # tells jax of the primitives
+from loopkit._engine import rules as _rules  # noqa: F401  # registers the primitives
 from loopkit._extras.best_unroll import best_unroll as best_unroll
 from loopkit._extras.blocked import blocked as blocked
 from loopkit._extras.ragged import length_buckets as length_buckets

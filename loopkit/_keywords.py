@@ -1,4 +1,4 @@
-"""The keywords of loops, for their overloads. `Info`: whether a `LoopInfo` is asked for."""
+"""The keywords of loops, for their overloads. `Info` says whether they return a `LoopInfo`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loopkit._types import (
 Info = TypeVar("Info", bound=bool)
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
-# With a bool all is `Any`. Code without types matches each overload, and would get a union as well.
+# For a bool, overloads return `Any`: untyped code matches each of them, and would get a union.
 
 
 class Kw(TypedDict, Generic[Info], total=False):

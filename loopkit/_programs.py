@@ -1,9 +1,9 @@
-"""Not tracing the very same functions again, and not compiling the same equations again.
+"""Caches that avoid tracing the same functions again, and compiling the same equations again.
 
-The key of a program is complete by construction. It says all that the program depends on:
-equations, the contexts they were written in, constants by content or identity. Whatever it does not
-know how to say is `Unknown`, and equal to nothing. A value known by identity is alive as long as
-the program that the key was made of.
+The key of a program is complete by construction. It covers all that the program depends on:
+equations, the contexts they were written in, constants by content or identity. A value that it
+cannot describe raises `Unknown`, and its program equals no other. A value known by identity lives
+as long as the program that the key was made from.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Recent(dict):
-    """The entries used last, in that order.
+    """A cache of the entries used last, in that order.
 
-    An entry may go at any time, also while it is looked up: its function has died, or another
-    thread needs the room. An OrderedDict does not survive that.
+    An entry may disappear at any time, even while it is looked up: its function has died, or
+    another thread needs the room. An OrderedDict does not survive that.
     """
 
     def __init__(self, size: int):
@@ -38,7 +38,7 @@ class Recent(dict):
         self.size = size
 
     def find(self, key: Hashable) -> Any:
-        if 2 * len(self) < self.size:  # the order will not matter for long
+        if 2 * len(self) < self.size:  # the order does not matter yet
             return self.get(key)
         value = self.pop(key, None)
         if value is not None:
@@ -56,10 +56,10 @@ _programs = Recent(256)
 
 
 def recall(functions: Sequence[Any], rest: Hashable) -> tuple[Hashable, Any]:
-    """Look up what was made of the very same functions under the same conditions, and its key.
+    """Return the key of functions and `rest`, and what was made for that key before, or None.
 
-    As in jax.lax, functions are taken to be pure. A function of None is left out. Without any
-    there is no key, and nothing to look up.
+    As in jax.lax, functions are assumed to be pure. Functions that are None are ignored. Without
+    any function, there is no key, and nothing to look up.
     """
     functions = [f for f in functions if f is not None]
     if not functions:
@@ -75,16 +75,16 @@ def recall(functions: Sequence[Any], rest: Hashable) -> tuple[Hashable, Any]:
 
 
 def keep(key: Hashable, functions: Sequence[Any], made: Any) -> None:
-    """Have `recall` find what was made, unless its functions close over tracers, as it says."""
+    """Store what was made, for `recall` to find, unless it closes over tracers."""
     if key is None or any(map(_jax.is_tracer, getattr(made, "closed_over", ()))):
         return
     forget = lambda _: _traced.pop(key, None)
-    with contextlib.suppress(TypeError):  # not all that can be called can be referred to
+    with contextlib.suppress(TypeError):  # some callables do not support weak references
         _traced.put(key, (tuple(weakref.ref(f, forget) for f in functions if f is not None), made))
 
 
 def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) -> T:
-    """Return `make()`, or what it returned before, as `recall` finds it."""
+    """Return `make()`, or its earlier result if `recall` finds one."""
     key, made = recall(functions, rest)
     if made is None:
         made = make()
@@ -93,21 +93,20 @@ def remember(functions: Sequence[Any], rest: Hashable, make: Callable[[], T]) ->
 
 
 def shared(loop: Any) -> Any:
-    """Return the loop of the same equations that was there before, if it is known to be the
-    same."""
+    """Return an earlier loop with the same equations, if there is one; otherwise this loop."""
     return interned(loop.replace(lasting=True)) or loop.replace(lasting=False)
 
 
 def with_fields(loop: Any, **changes: Any) -> Any:
-    """Return the loop with other fields, made once for each."""
+    """Return the loop with other fields, made only once for the same fields."""
     make = lambda: shared(loop.replace(**changes))
     return loop.derived(("with_fields", *changes.items()), make)
 
 
 def interned(program: T, results_only: bool = False) -> T | None:
-    """Return a program with the same equations that was run before, and so compiled, or this one.
+    """Return an earlier program with the same equations, which may be compiled, or this one.
 
-    None if nobody can say what it is equal to. `results_only`: as in `program_key`.
+    Return None if the program has no key. `results_only`: as in `program_key`.
     """
     try:
         key = (program_key(program, results_only), results_only, _jax.trace_context())
@@ -120,11 +119,11 @@ def interned(program: T, results_only: bool = False) -> T | None:
 
 
 SMALL_ARRAY = 4096
-"""Bytes of a constant up to which it is its own key; of a larger one it is a digest."""
+"""The bytes up to which a constant is its own key; the key of a larger one is a digest."""
 
 
 class Unknown(Exception):
-    """Something of which nobody can say what it is equal to."""
+    """Raised for a value that has no key, because what equals it is not known."""
 
 
 RULES = {
@@ -133,20 +132,19 @@ RULES = {
     "checkpoint": {"policy"},
     "remat2": {"policy"},
 }
-"""Parameters of an equation that only derivatives read, and on which its results do not depend. If
-the equation is the derivative of a loop, its results do depend on these parameters, wherever in it
-they are."""
+"""Parameters that only derivatives of an equation read, and on which its results do not depend. The
+results of the derivative of a loop do depend on these parameters, at any depth inside it."""
 
 
 FUNCTIONS = ("builtins", "functools", "jax", "jaxlib", "numpy")
-"""The packages whose classes hold nothing that changes."""
+"""The packages whose classes are assumed never to change."""
 
 
 def program_key(program: object, results_only: bool = False, met: list | None = None) -> Hashable:
-    """Return the key of a jaxpr, or of whatever else makes one; raises Unknown.
+    """Return the key of a jaxpr, or of whatever else makes one; raise `Unknown` if there is none.
 
-    `results_only`: of what it computes, and not of its derivatives. `met`: where to put the
-    functions met, which the key has places for.
+    `results_only`: the key covers the results, and not the derivatives. `met`: a list to which
+    functions are added; the key has only their types.
     """
     return _Keys(results_only, met).of(program)
 
@@ -243,7 +241,7 @@ def _content(value: np.ndarray) -> Hashable:
 
 
 def is_of_library(kind: type) -> bool:
-    """Return whether a class holds nothing that changes."""
+    """Return whether a class is of a package in `FUNCTIONS`."""
     return _root(kind) in FUNCTIONS
 
 

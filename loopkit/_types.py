@@ -23,8 +23,8 @@ P = ParamSpec("P")
 Like: Alias = Union[  # noqa: UP007  # a bare type variable has no `|` that checkers read
     T, complex, np.generic, np.ndarray[Any, Any], tuple[Any, ...], list[Any], dict[Any, Any], None
 ]
-"""A `T`, or numbers, NumPy arrays and containers of them, which become one as the loop begins: its
-functions say what `T` is. So `0.0` may start a carry that is a `jax.Array`."""
+"""A `T`, or numbers, NumPy arrays and containers of them, which the loop turns into a `T`. The
+loop's functions say what `T` is, so `0.0` may start a carry that is a `jax.Array`."""
 Bit: Alias = bool | np.bool_ | Bool[Array, ""]
 """One bool."""
 Bound: Alias = int | np.integer[Any] | Int[Array, ""]
@@ -43,7 +43,7 @@ Checkpoints: Alias = int | Literal["all"] | Callable[..., Any] | Plan | None
 """The number of carries that the backward pass keeps, "all", a policy of `jax.checkpoint`, or a
 plan that says what it keeps."""
 Memory: Alias = int | str | Mapping[str, int | str] | None
-"""Bytes, as an int or as in "64 MB"; or those of `"device"` and `"host"`."""
+"""A number of bytes, as an int or as in "64 MB"; or a dict of those for "device" and "host"."""
 Lanes: Alias = Literal["wait", "compact", "flatten"] | tuple[int, ...] | None
 """What happens to lanes that have stopped, or the widths that a loop narrows to."""
 Debug: Alias = Literal["finite"] | None
@@ -51,14 +51,13 @@ Debug: Alias = Literal["finite"] | None
 DebugLoop: Alias = Literal["finite", "bounds"] | Sequence[Literal["finite", "bounds"]] | None
 """The mistakes to look for in a loop that may have buffers."""
 Unroll: Alias = int
-"""Steps to an iteration; a bool as in lax."""
+"""The number of steps in an iteration; a bool as in lax."""
 Axes: Alias = Any
-"""An axis, None, or a tree of those that is a prefix of the arrays' tree."""
+"""An axis, None, or a tree of these that is a prefix of the arrays' tree."""
 
 
 class Bars(Protocol):
-    """An object that shows how far a loop is. `start` may return another one, for that bar
-    alone."""
+    """An object that shows how far a loop is. `start` may return another for its bar alone."""
 
     def start(self, total: int | None, /) -> Any: ...
     def update(self, steps: int, /) -> Any: ...
@@ -68,7 +67,7 @@ class Bars(Protocol):
 Progress: Alias = Literal["tqdm", "line"] | Bars | None
 """The way in which a loop shows how far it is."""
 Reduce: Alias = Any
-"""How to reduce ys: "sum", "mean", "last", None, or a tree of those that is a prefix of a y."""
+"""How to reduce ys: "sum", "mean", "last", None, or a tree of these that is a prefix of a y."""
 BufferSpec: Alias = Callable[[Any], Any] | bool | tuple[Any, ...] | list[Any] | dict[Any, Any]
 """A function of the carry that returns leaves of it, or a tree of bools."""
 

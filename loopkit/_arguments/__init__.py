@@ -1,1 +1,1 @@
-"""Arguments, and the errors about them: at once, or when a program runs."""
+"""Checks of arguments, and errors, raised at once or when a program runs."""

@@ -3,13 +3,12 @@
 taken (condition)      -> condition
 heard (checks, values) -> values
 
-Every condition that may raise an error at run time passes through `taken`. A loop whose steps may
-be taken in vain, as by lanes that have stopped, finds it there, and makes the condition false in
-such a step (`_engine/lanes/vain_steps.py`).
+Every condition that may raise an error at run time passes through `taken`. A loop that may take
+steps that do not count, such as steps of stopped lanes, finds the condition there and makes it
+false in such a step (`_engine/lanes/vain_steps.py`).
 
-Whether an error is raised depends on what is used of a result, its value or a derivative of it: the
-compiler removes what nobody uses, errors too. So tangents and cotangents go through the same checks
-as their values, in `heard`.
+The compiler removes unused results, and their errors with them. So tangents and cotangents pass
+through the same checks as their values, in `heard`, and using any of these raises the error.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ heard_p = _jax.declare("loopkit_heard")
 
 
 def if_taken(condition: jax.typing.ArrayLike) -> Any:
-    """Return a condition, which loops around make false in steps that are not taken."""
+    """Return the condition, which enclosing loops make false in steps that do not count."""
     return taken_p.bind(condition)[0]
 
 
 @ft.cache
 def _equinox() -> Any:
-    """Import equinox once a loop can raise; that takes longer than importing loopkit."""
-    with jax.ensure_compile_time_eval():  # the import has no part in the trace of the loop
+    """Import equinox on first use, since that takes longer than importing loopkit."""
+    with jax.ensure_compile_time_eval():  # keep the import out of the loop's trace
         import equinox
     return equinox
 
@@ -84,9 +83,9 @@ def call_if(
 
         return same(jax.pure_callback(on_host, jax.ShapeDtypeStruct((), jnp.bool_), *operands))
 
-    # Called only where there is something to report.
+    # Call the host only if there is something to report.
     done = lax.cond(found, call, lambda *_: same(jnp.bool_(True)), *operands)
-    # The values depend on the call. Otherwise the compiler would remove it.
+    # Make the values depend on the call. Otherwise the compiler would remove it.
     return [jnp.where(done, v, _jax.zeros(jax.typeof(v))) for v in values]
 
 
@@ -95,8 +94,8 @@ def error_on_use(
 ) -> Any:
     """Return a tree of values, and raise at run time if the checks say so.
 
-    `raising(checks, values)` is hashable, and returns the values with an error at run time if the
-    first check holds anywhere. Under vmap, all checks have the batch axis in front.
+    `raising` is hashable; `raising(checks, values)` returns the values, with an error at run time
+    if the first check holds anywhere. Under vmap, all checks have the batch axis in front.
     """
     leaves, tree = jax.tree.flatten(values)
     if not any(map(_jax.is_tracer, (*checks, *leaves))):
@@ -106,7 +105,7 @@ def error_on_use(
 
 
 def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:
-    """Bind the primitive to all values but symbolic zeros, whose errors nobody would see."""
+    """Bind the primitive to all values except symbolic zeros, whose errors nobody would see."""
     some = [v for v in values if type(v) is not _jax.Zero]
     out = iter(heard_p.bind(*checks, *some, raising=raising, count=len(checks)) if some else [])
     return [v if type(v) is _jax.Zero else next(out) for v in values]

@@ -1,4 +1,4 @@
-"""Errors about arguments that are not what they should be.
+"""Errors about wrong arguments.
 
 Every message names the function, the argument and the place in its tree. Its first sentence says
 what is wrong, the next one or two say what to do, and the last one shows the values.
@@ -37,7 +37,7 @@ def message(function: str, problem: str, got: str, advice: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return how errors show a value that is not what it should be."""
+    """Return how errors show a wrong value."""
     return f"{value!r} of type {type(value).__name__}"
 
 
@@ -52,7 +52,7 @@ def short_type(aval: Any) -> str:
 def wrong_carry(
     function: str, argument: str, expected: str, init: str, differences: list[tuple], advice: str
 ) -> TypeError:
-    """Make the error about a step that returns something other than a carry like its own.
+    """Make the error about a step that returns a carry unlike the one that it takes.
 
     Each difference has a path in `init`, what is there, and what the step returns.
     """
@@ -61,7 +61,7 @@ def wrong_carry(
 
 
 def size(count: float, unit: str = "B") -> str:
-    """Return a number of bytes in words. `unit` is the unit of a few."""
+    """Format a number of bytes; `unit` is the unit below 1 kB."""
     for larger, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:,.3g} {larger}"

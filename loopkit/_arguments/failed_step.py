@@ -1,4 +1,4 @@
-"""Errors of a step whose results are not finite, and the arguments to run that step alone."""
+"""Errors about a step whose results are not finite, and the arguments to run that step alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Watched:
 
     function: str
     argument: str
-    """The name of its body among its arguments."""
+    """The argument that is the loop's body."""
     body: str
     """The name of the user's body; empty for a loop of lax."""
     place: str
@@ -33,18 +33,17 @@ class Watched:
     beside: bool = False
     """Whether the loop carries the user's carry together with some of the ys."""
     missing: tuple[tuple[int, tuple[int, ...], Any], ...] = ()
-    """The places, shapes and dtypes of buffers in the carry, which are too large to keep at each
-    step."""
+    """The indices, shapes and dtypes of buffers in the carry, too large to keep at each step."""
 
 
 def named(function: Callable[..., Any], otherwise: str) -> tuple[str, str]:
-    """Return the name of a function, if it can be called by that name, and its file and line."""
+    """Return the name of a function (`otherwise` if that is no identifier), its file and line."""
     while inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None):
         function = inner
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", otherwise)
-    if code is None:  # an object that can be called
+    if code is None:  # a callable object
         code = getattr(type(function).__call__, "__code__", None) if callable(function) else None
     place = "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
     return (name if name.isidentifier() else otherwise), place
@@ -64,7 +63,7 @@ _last: list[Failed] = []
 
 
 class Bad(NamedTuple):
-    """A leaf that is no longer finite, with the lanes in which it is not, and its values."""
+    """A checked leaf, a mask of the lanes in which it failed, and its value."""
 
     name: str
     failed: Any
@@ -97,7 +96,7 @@ def describe(
 
 
 def _alone(loop: Watched, kinds: Sequence[str], backward: bool) -> tuple[str, str]:
-    """Say how to run the step, and what its body is."""
+    """Return how to run the step alone, and what to call its body."""
     if not loop.body:
         leaves = "carry" if loop.x is None else "carry and x"
         advice = f"Look at the leaves of the {leaves} before that step: `loopkit.replay()`."
@@ -132,7 +131,7 @@ def keep(loop: Watched, keys: Sequence[Any], lane: Any, carry: Sequence, x: Sequ
 
 
 def replay() -> tuple[Any, ...]:
-    """Return what the body of a loop with `debug="finite"` was given in the step that failed last.
+    """Return the arguments of the body in the step of a `debug="finite"` loop that failed last.
 
     `body(*loopkit.replay())` takes that step alone: in Python, for a debugger, or under
     `jax.debug_nans`, which finds the operation.

@@ -1,4 +1,4 @@
-"""A step whose values, tangents and cotangents must stay finite; an error at run time names it.
+"""Raise an error at run time at the first step whose values or derivatives are not finite.
 
 watch (report, values, levels before) -> values, levels
 
@@ -35,7 +35,7 @@ class WatchedLeaf(NamedTuple):
 
     name: str
     takes_level: bool = False
-    """Whether the leaf must not exceed the level before, instead of the worst of all of these."""
+    """Whether the leaf must not exceed its own level before, instead of the worst of all."""
     forward: bool = False
     """Whether the leaf is checked."""
     backward: bool = False
@@ -43,7 +43,7 @@ class WatchedLeaf(NamedTuple):
 
     @property
     def is_heard_alone(self) -> bool:
-        """Whether it is not checked itself, but other leaves may be as bad as its level says."""
+        """Whether the leaf is not checked, but its level says how bad other leaves may be."""
         return self.takes_level and not (self.forward or self.backward)
 
 
@@ -61,7 +61,7 @@ class WatchParams:
     lanes: tuple[int, ...] = ()
     """The sizes of the axes of vmap, the outermost first."""
     axes: tuple[tuple[bool, ...], ...] = ()
-    """For each reported operand and leaf, which of the axes of vmap it has, and its level too."""
+    """For each reported operand and leaf, which axes of vmap it has. So has the leaf's level."""
 
     @property
     def reported(self) -> int:
@@ -87,7 +87,7 @@ def watch(
 ) -> tuple[list, list]:
     """Return the values, and their levels; None is the level of a value whose leaf is None.
 
-    `report` has the number of the step, its carry and x. `before` has levels, or None.
+    `report` is the number of the step, its carry and x. `before` has levels, or None.
     """
     step, carry, x = report
     reported = [if_taken(jnp.bool_(True)), step, *carry, *x]
@@ -104,7 +104,7 @@ def _bind(
     values: Sequence,
     before: Sequence,
 ) -> tuple[list, list]:
-    """Watch some leaves; return the values and their levels, and None for others."""
+    """Watch the leaves that are not None; return values and levels, with None for the others."""
     some = [leaf is not None for leaf in leaves]
     pick = lambda of: [v for v, has in zip(of, some, strict=True) if has]
     how, watched = _with_leaves(how, leaves), pick(values)
@@ -119,7 +119,7 @@ def _bind(
 
 
 def _with_leaves(how: WatchParams, leaves: Sequence[WatchedLeaf | None]) -> WatchParams:
-    """Keep the leaves that are not None."""
+    """Return the parameters with only the leaves that are not None."""
     n = how.reported
     axes = [at for at, leaf in zip(how.axes[n:], leaves, strict=True) if leaf is not None]
     some = tuple(leaf for leaf in leaves if leaf is not None)
@@ -195,7 +195,7 @@ def _types(*types: _jax.ShapedArray, how: WatchParams) -> tuple[list, Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, how: WatchParams) -> tuple[list, list]:
     report, values, _ = how.apart(primals)
     outs = watch_p.bind(*primals, how=how)
-    if not how.checks:  # the values are as they were, constants of the loop among them
+    if not how.checks:  # the values are unchanged; some may be constants of the loop
         outs = [*values, *outs[len(values) :]]
     _, moved, moved_before = how.apart(tangents)
     keep = [

@@ -1,4 +1,4 @@
-"""Values without a gradient: going back through them raises an error that says why."""
+"""Values without a gradient: reverse-mode differentiation raises an error that says why."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Leaves that are not arrays: functions, strings, settings. They are part of the tree's structure.
 
-Functions of the user get them as they are. Elsewhere, each is in its tree as a `Static`.
+The user's functions get them unchanged. Inside loopkit, each is wrapped in a `Static`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loopkit._arguments import errors
 
 NUMBERS = bool, int, float, complex
 VALUES = str, bytes, type, np.dtype, enum.Enum, types.BuiltinFunctionType, *NUMBERS
-"""Types of which equal values are the same leaf. Of others, only the same object is."""
+"""Types whose equal values are the same leaf. For other types, only the same object is."""
 
 MISTAKEN = jax.ShapeDtypeStruct, _jax.ShapedArray, np.ndarray, np.generic
 """Types that users pass as arrays, although they are not arrays of JAX."""
@@ -28,7 +28,7 @@ MISTAKEN = jax.ShapeDtypeStruct, _jax.ShapedArray, np.ndarray, np.generic
 
 @jax.tree_util.register_static
 class Static:
-    """The place of a leaf that is not an array."""
+    """A leaf that is not an array, as part of the structure of its tree."""
 
     __slots__ = ("value",)
 
@@ -58,10 +58,10 @@ def is_static(node: object) -> bool:
 def wrapped(
     function: str, argument: str, tree: PyTree[Any], hidden: int = 0, numbers: bool = False
 ) -> Any:
-    """Return the tree with `Static` for leaves that are not arrays.
+    """Wrap the leaves of a tree that are not arrays in `Static`.
 
-    Errors leave out `hidden` levels of a path, which the user does not see. With `numbers`, numbers
-    of Python stay as they are, in a `Static`.
+    Errors leave out `hidden` levels of a path, which the user does not see. With `numbers`, Python
+    numbers are wrapped, too; otherwise they become arrays.
     """
     if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
         return tree
@@ -85,17 +85,17 @@ def wrapped(
 
 
 def shape_of(tree: PyTree[Any]) -> Any:
-    """Return the structure that the user knows: there, `Static` is a leaf."""
+    """Return the structure as the user sees it, where a `Static` is a leaf."""
     return jax.tree.structure(tree, is_leaf=is_static)
 
 
 def is_whole(node: object) -> bool:
-    """Return whether a node is a buffer, which would lose its state if rebuilt."""
+    """Return whether a node is a buffer or TensorArray, which rebuilding would change."""
     return getattr(type(node), "_is_whole", False)
 
 
 def bare(tree: PyTree[Any]) -> Any:
-    """Return the tree with every leaf as the user knows it."""
+    """Return the tree with every `Static` unwrapped."""
     return jax.tree.map(
         lambda v: v.value if is_static(v) else v,
         tree,
@@ -104,7 +104,7 @@ def bare(tree: PyTree[Any]) -> Any:
 
 
 def seen(function: Callable | None) -> Any:
-    """Return a function of trees with `Static`s that calls the user's function, if there is one."""
+    """Wrap the user's function, if there is one, so that it takes trees with `Static`s."""
     return None if function is None else lambda *args: function(*map(bare, args))
 
 
@@ -129,7 +129,7 @@ def alike(before: PyTree[Any], after: PyTree[Any]) -> tuple[Any, list[tuple[Any,
 def kept(
     function: str, body: str, init: str, before: PyTree[Any], after: PyTree[Any], hidden: int = 0
 ) -> Any:
-    """Return the result of a step, if it has the `Static` leaves that the step was given."""
+    """Return the result of a step; raise if its `Static` leaves differ from the step's input."""
     after, differences = alike(before, after)
     differing = [(path[hidden:], named(a), named(b)) for path, a, b in differences]
     if differing:
@@ -149,7 +149,7 @@ def _are_equal(a: Static, b: Static) -> bool:
 
 
 def named(value: Any) -> str:
-    """Return what errors call a leaf, or the type of one."""
+    """Return how errors show a leaf, or the type of one."""
     if is_static(value):
         return repr(value.value)
     return errors.short_type(jax.typeof(value) if isinstance(value, jax.Array) else value)

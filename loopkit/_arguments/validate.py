@@ -1,4 +1,4 @@
-"""Arguments that several loops take, checked in one place."""
+"""Check the arguments that several functions share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_callable(function: str, argument: str, value: object) -> None:
 
 
 def check_flag(function: str, argument: str, value: object) -> bool:
-    """Return a bool of Python or NumPy, or 0 or 1, as a bool."""
+    """Check a flag, a Python or NumPy bool, 0 or 1, and return it as a bool."""
     if isinstance(value, (int, np.bool_, np.integer)) and value in (0, 1):
         return bool(value)
     got, advice = errors.shown(value), f"Pass True or False{STATIC}"
@@ -57,7 +57,7 @@ def unrolls_all(unroll: object) -> bool:
 
 
 def check_unroll(function: str, unroll: object, length: int | None = None) -> int:
-    """Return the steps in an iteration; with a known length, a caller may ask for all."""
+    """Check `unroll`, and return the steps in an iteration. With a known length, it may be all."""
     if isinstance(unroll, (bool, np.bool_)) and not unroll:
         return 1
     if length is None:
@@ -88,7 +88,7 @@ VARIABLE = "LOOPKIT_DEBUG"
 
 
 def check_debug(function: str, debug: Any, kinds: Sequence[str] = DEBUGGED[:1]) -> frozenset[str]:
-    """Return what to look for while a loop runs: some of `kinds`."""
+    """Check `debug`, and return the mistakes to look for, a subset of `kinds`."""
     if debug is None:
         asked = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
         asked = [word for word in asked if word]
@@ -124,7 +124,7 @@ def check_lanes(function: str, lanes: object) -> Any:
 
 
 def check_beside_flat(function: str, lanes: object, progress: object) -> None:
-    """Raise if a loop whose lanes are in different steps is to show its progress."""
+    """Raise if `progress` is given for flattened lanes, which are in different steps."""
     if lanes == "flatten" and progress is not None:
         expected = 'must be None if `lanes` is "flatten", since lanes are then in different steps'
         advice = 'Leave it out, or pass `lanes="wait"`.'
@@ -160,7 +160,7 @@ def as_arrays(function: str, argument: str, tree: PyTree[Any]) -> Any:
 def from_prefix(
     function: str, argument: str, prefix: PyTree[Any], tree: PyTree[Any], of: str, advice: str
 ) -> list:
-    """Return a leaf of `prefix`, or None, for each leaf of a tree, which `of` names."""
+    """Expand `prefix` to an entry for each leaf of a tree, which `of` names in errors."""
     try:
         return _jax.broadcast_prefix(prefix, tree, is_leaf=lambda v: v is None)
     except ValueError:
@@ -177,7 +177,8 @@ def is_traced(leaf: object) -> bool:
 def are_traced(args: tuple, kwargs: dict[str, Any]) -> list[bool]:
     """Return which leaves tracing a whole function makes abstract; others stay as they are.
 
-    A number of Python is abstract if it is an argument. In a tree it may be a setting of a model.
+    A Python float or complex number is abstract if it is an argument itself. In a tree, it may be
+    a setting of a model.
     """
     leaves = tree_leaves_with_path((args, kwargs))
     number = lambda path, v: len(path) == 2 and isinstance(v, (float, complex))
@@ -185,14 +186,14 @@ def are_traced(args: tuple, kwargs: dict[str, Any]) -> list[bool]:
 
 
 def type_of(value: Any) -> Any:
-    """Return `jax.typeof(value)`, which itself takes a microsecond for each array."""
+    """Return `jax.typeof(value)`, but without its microsecond for arrays on one device."""
     if type(value) is _jax.ArrayImpl and type(value.sharding) is jax.sharding.SingleDeviceSharding:
         return value.aval
     return jax.typeof(value)
 
 
 def in_python(function: Callable[[], Any]) -> Any:
-    """Run a loop in Python under jax.disable_jit; return None elsewhere, or for abstract values."""
+    """Run a loop in Python if jit is disabled and values are known; otherwise return None."""
     with contextlib.suppress(jax.errors.ConcretizationTypeError):
         return function() if _jax.jit_is_disabled() else None
 

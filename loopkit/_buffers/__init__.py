@@ -1,1 +1,1 @@
-"""Buffers: what users read and write, and the two primitives that do it in place."""
+"""Buffers that users read and write, and the two primitives that do so in place."""

@@ -37,11 +37,11 @@ class Owner:
     """The carry leaf that a buffer stands for, while a step is traced."""
 
     leaf: int
-    """Its number among the leaves of the carry."""
+    """Its index among the leaves of the carry."""
     mask: Any
-    """Whether the step counts: writes in lanes that have stopped do nothing. None: it does."""
+    """Whether the step counts, since writes in stopped lanes do nothing; None if it always does."""
     step: Any = None
-    """The number of the step, where reads and writes are checked."""
+    """The number of the step, if reads and writes are checked."""
     name: str = ""
     """The name of the buffer in errors."""
 
@@ -79,8 +79,7 @@ class Buffer:
 
     @staticmethod
     def _of(value: jax.Array, owner: Owner | None, written: jax.Array | None = None) -> Buffer:
-        """Make a buffer. `written`, bools for all of it, marks what has been written, if that is
-        checked."""
+        """Make a buffer. `written` is a mask of what has been written, if that is checked."""
         new = object.__new__(Buffer)
         new._value, new._owner, new._written = value, owner, written
         return new
@@ -135,7 +134,7 @@ class Buffer:
         advice = "Write `b = b.at[i].set(x)`."
         raise TypeError(wrong("a buffer cannot be assigned to", "`b[i] = x`", advice))
 
-    if not TYPE_CHECKING:  # which know by themselves what a buffer lacks
+    if not TYPE_CHECKING:  # type checkers know what a buffer lacks
 
         def __getattr__(self, name: str) -> Any:
             advice = "Read the entries with `b[i]`, or all of them, as an array, with `b[...]`."
@@ -149,7 +148,7 @@ class Buffer:
     def _read(self, place: indexing.Place) -> Any:
         found, after = slices.read(self._value, place.starts, place.window)
         if _jax.same_trace(after, self._value):
-            # Whatever is read or written next comes after this read.
+            # Order the next read or write after this read.
             self._value = after
         return place.outward(found)
 
@@ -205,7 +204,7 @@ class Ref:
         validate.check_flag(f"{AT}get", "unique_indices", unique_indices)
         validate.check_flag(f"{AT}get", "indices_are_sorted", indices_are_sorted)
         how = mode_name("get", mode)
-        # A promise changes nothing for reads.
+        # The promise makes no difference to reads.
         how = None if how == "promise_in_bounds" else how
         place = indexing.place(self.buffer.shape, self.index, how)
         found = self.buffer._read(place)
@@ -271,7 +270,7 @@ class Ref:
         return self._in_bounds(name, place, pred, how, cast(name, values, self.buffer.dtype))
 
     def _in_bounds(self, name: str, place: indexing.Place, pred: Any, how: How, values: Any) -> Any:
-        """Return the values, with the error about what is written out of bounds, if asked for."""
+        """Return the values, with a run-time error for writes out of bounds if they are checked."""
         if how.get("mode") is not None:
             return values
         verb = f"written with .{name}"
@@ -286,13 +285,13 @@ class Ref:
         how: How,
         pred: Any,
     ) -> Buffer:
-        """Write at index arrays that may name a row twice: as in jax.numpy, on the whole array."""
+        """Write at index arrays that may name a row twice, as jax.numpy does on the whole array."""
         whole = indexing.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
         index = np.asarray(self.index) if isinstance(self.index, list) else self.index
         ref, how = array.at[index], {k: v for k, v in how.items() if k != "pred"}
         if name == "apply" and pred is not None:
-            # Element by element; those that are not to be written are out of bounds.
+            # Write single elements, and move those that are not to be written out of bounds.
             numbers = jnp.arange(array.size).reshape(array.shape).at[index]
             numbers = numbers.get(mode=how.get("mode") or "fill", fill_value=array.size)
             ref = array.reshape(-1).at[jnp.where(pred, numbers, array.size)]
@@ -305,7 +304,7 @@ class Ref:
                 values = jnp.where(pred, jnp.broadcast_to(values, place.shape), other)
             new = getattr(ref, name)(values, **how)
         new = self.buffer._write(whole, self._in_bounds(name, place, pred, how, new), None)
-        if new._written is not None:  # by what is at the index alone
+        if new._written is not None:  # mark only the entries at the index
             blank = jnp.zeros(place.shape, self.buffer.dtype)
             new._written = self.buffer._write(place, blank, pred)._written
         return new

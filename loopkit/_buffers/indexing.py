@@ -1,7 +1,7 @@
-"""Indexing: turns what stands between the brackets of `b[...]` into a window, starts and a layout.
+"""Turn the index in the brackets of `b[...]` into a window, starts and a layout.
 
-Indexing follows numpy: `b[i, :, None, rows]` with integers, slices, ellipses, None and arrays of
-integers, in any mixture.
+Indexing follows numpy: `b[i, :, None, rows]` with integers, slices, ellipses, None, arrays of
+integers and masks that are not traced, in any combination.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place:
     dropped: tuple[int, ...]
     """Axes of the stacked slices, all of size one, that the result does not have."""
     order: tuple[int, ...]
-    """The order of the others in the result."""
+    """The order of the other axes in the result."""
     new: tuple[int, ...]
     """Axes of the result that come from None."""
     unique: bool
@@ -49,7 +49,7 @@ class Place:
         return jnp.expand_dims(found, self.new)
 
     def inward(self, value: jax.typing.ArrayLike) -> Any:
-        """Cut a value for everything that the index selects into stacked slices."""
+        """Broadcast a value to the shape that the index selects, and cut it into stacked slices."""
         return self._stacked(jnp.broadcast_to(value, self.shape))
 
     def inward_mask(self, mask: jax.typing.ArrayLike) -> Any:
@@ -64,11 +64,11 @@ class Place:
         return jnp.expand_dims(value, self.dropped)
 
     def last_of_equals(self, shape: Sequence[int], mask: jax.Array | None) -> Any:
-        """Return `mask`, a flag a slice or None, without slices that a later one overwrites."""
+        """Return a mask of the slices in `mask` (None: all) that no later slice overwrites."""
         at, inside = self.window.starts_in(shape, self.starts)
         room = [shape[a] for a in self.window.axes]
         if all(isinstance(n, int) for n in room) and math.prod(room) < 2**31:
-            # One number is faster to sort; for larger buffers it would not fit.
+            # Single numbers are faster to sort; for larger buffers they would overflow.
             strides = np.array([math.prod(room[i + 1 :]) for i in range(len(room))], at.dtype)
             at = (at * strides).sum(-1, keepdims=True)
         written = jnp.ones(self.batch, bool) if mask is None else mask.reshape(self.batch)
@@ -77,8 +77,7 @@ class Place:
         return last.reshape(*self.batch, *[1] * len(shape))
 
     def by_element(self, value: jax.Array, mask: jax.Array) -> tuple[Place, Any, Any]:
-        """Cut a write into one slice for each element, and return place, stacked slices and
-        mask."""
+        """Split a write into slices of one element; return place, stacked slices and mask."""
         window, batch, ndim = self.window, self.batch, len(self.window.sizes)
         rest = [a for a in range(ndim) if a not in window.axes]
         sizes = [window.sizes[a] for a in rest]
@@ -94,7 +93,7 @@ class Place:
 
 
 def _last(places: jax.Array) -> Any:
-    """Mark the places, integers along the last axis, that do not occur again later."""
+    """Mark the places (tuples of integers along the last axis) that do not occur again later."""
     flat = places.reshape(-1, places.shape[-1])
     if len(flat) <= 64:
         later = np.triu(np.ones((len(flat), len(flat)), bool), 1)
@@ -110,8 +109,8 @@ def _last(places: jax.Array) -> Any:
 def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: bool = False) -> Place:
     """Find where `index` points in a buffer of this shape.
 
-    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads. With
-    `unique` the caller promises that the index has no duplicates."""
+    `mode` is for slices out of bounds, as in `Window`; None is that of `jax.numpy` for reads.
+    `unique` promises that the index has no duplicates."""
     index = index if isinstance(index, tuple) else (index,)
     items = _expanded(shape, index)
     arrays = [v for kind, v, _ in items if kind == "array"]
@@ -123,7 +122,7 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
     axes, columns = [], []
     offsets, sizes = [0] * len(shape), list(shape)
     tokens: list[Any] = []  # the axes of the result, as numbers of axes of the stacked slices
-    # Where something is between integers and arrays, numpy puts their axes first.
+    # If anything else stands between integers and arrays, numpy puts their axes first.
     places = [i for i, (kind, _, _) in enumerate(items) if kind == "array"]
     front = bool(places) and places[-1] - places[0] + 1 > len(places)
     placed, step = False, 0
@@ -172,13 +171,12 @@ def place(shape: Sequence[int], index: Any, mode: str | None = None, unique: boo
 
 
 def _mode(mode: str | None, index: tuple, arrays: list, has_arrays: bool) -> tuple[str, bool]:
-    """Choose a mode for slices out of bounds, and say whether negative starts count from the
-    end."""
-    # An index without a sign is not from the end, however large, ...
+    """Return the mode for slices out of bounds, and whether negative starts count from the end."""
+    # An unsigned index never counts from the end, however large, ...
     wrap = not arrays or any(a.dtype.kind == "i" for a in arrays)
     if mode is not None:
         return mode, wrap
-    # ... but where jax.numpy reads one slice, and does not gather.
+    # ... except where jax.numpy reads one slice instead of gathering.
     strided = any(isinstance(v, slice) and v.step not in (None, 1, -1) for v in index)
     gathers = has_arrays or (strided and bool(arrays))
     return ("promise_in_bounds", wrap) if gathers else ("clip", True)
@@ -261,7 +259,7 @@ def _slice(v: slice, size: int) -> tuple[str, Any]:
 
 
 def _known_start(v: Any, size: int) -> int | None:
-    """Return the place that a known integer points to, or None if it is out of bounds."""
+    """Return where a known integer points to; None if it is traced, an array or out of bounds."""
     if _jax.is_tracer(v) or np.ndim(v):
         return None
     start = int(v) + size if int(v) < 0 else int(v)
@@ -269,7 +267,7 @@ def _known_start(v: Any, size: int) -> int | None:
 
 
 def _all_differ(rows: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether index arrays, for axes of these sizes, are known and point nowhere twice."""
+    """Return whether index arrays (each with its axis size) are known and repeat no place."""
     if any(_jax.is_tracer(a) or (a < 0).any() or (a >= size).any() for a, size in rows):
         return False
     points = np.stack([a.ravel() for a in np.broadcast_arrays(*(a for a, _ in rows))], -1)

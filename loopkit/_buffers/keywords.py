@@ -23,9 +23,9 @@ Integer: TypeAlias = int | np.integer[Any] | Int[Array, ""]
 """One integer."""
 Many: TypeAlias = tuple[Any, ...] | list[Any] | np.ndarray[Any, Any] | Int[Array, "*slices"]
 Index: TypeAlias = Integer | slice | EllipsisType | Many | None
-"""An index between brackets: as for arrays, but without arrays of bools."""
+"""An index in brackets: as for arrays, but JAX arrays in it must hold integers."""
 How: TypeAlias = Mapping[str, Any]
-"""A `WriteKw`, where it is taken apart."""
+"""A `WriteKw`, in functions that take it apart."""
 
 
 class ArrayType(Protocol):
@@ -76,7 +76,7 @@ OPERATORS = (*OF_ONE, "lt", "le", "eq", "ne", "gt", "ge", *OF_TWO, *(f"r{name}" 
 
 
 def without_operators(cls: type[T]) -> type[T]:
-    """Return the class, whose operators then raise an error that says what to write instead."""
+    """Make the operators of a class raise an error that says what to write instead."""
 
     def refuse(name: str) -> None:
         advice = "Read entries with `b[i]`, or all of them with `b[...]`. Write with `b.at[i].set`."

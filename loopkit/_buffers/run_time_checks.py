@@ -1,7 +1,7 @@
 """Run-time checks of reads and writes in a loop, for finding mistakes. They are slow.
 
-Beside each buffer the loop carries an array of bools that marks what has been written. A row of the
-initial buffer counts as written if it is not all zeros."""
+For each buffer, the loop also carries a mask of what has been written. A row of the initial buffer
+counts as written if it is not all zeros."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def check_read(buffer: Any, found: jax.Array, place: Any, bounds: bool) -> Any:
 
 
 def check_bounds(buffer: Any, value: jax.typing.ArrayLike, place: Any, pred: Any, verb: str) -> Any:
-    """Return `value`; raise an error at run time if slices that are read or written are out of
-    bounds."""
+    """Return `value`; raise an error at run time if any slice read or written is out of bounds."""
     if buffer._written is None:
         return value
     bad = ~place.window.inside(buffer.shape, place.starts)
@@ -70,10 +69,10 @@ def _raise_if(
 
 @dataclass(frozen=True)
 class Outside:
-    """Raises an error that names the first slice of a buffer that is out of bounds.
+    """Raise an error that names the first bad slice of a buffer: out of bounds, or never written.
 
-    The checks are three arrays: which slices are out of bounds, where each is along the last axis,
-    and the number of the step."""
+    The checks are three arrays: which slices are bad, the start of each along the last axis, and
+    the number of the step."""
 
     text: tuple[str, ...]
     """The name of the buffer, what is wrong, where, and what to do."""

@@ -1,18 +1,18 @@
-"""Two primitives: slices read out of a buffer, and slices written into it, in place.
+"""Two primitives that read slices of a buffer, and write slices into it, in place.
 
     read   (b, starts)             -> x, b
     write  (b, x, starts[, mask])  -> b'
 
-A read passes its buffer on, and the next read or write takes it from there. So the transpose of a
-chain of reads and writes is one buffer of cotangents, which goes from each to the one before, and
-is added to in place. JAX's own transpose of a slice is an array of zeros as large as the buffer.
+A read also returns its buffer, which the next read or write takes. So the transpose of a chain of
+reads and writes passes one buffer of cotangents back along the chain, and adds to it in place.
+JAX's own transpose of a slice makes an array of zeros as large as the buffer.
 
     read   ct_b = write(ct_b', ct_x, starts, add)
     write  ct_x, ct_b' = read(ct_b'', starts);  ct_b = write(ct_b', 0, starts)
 
-A write is `fresh` if nobody asks for the cotangent of the entries before it: ct_b = ct_b'. It is
-`alone` if nothing else in the step touches the buffer: the cotangents read have no write to wait
-for."""
+A write is `fresh` if nothing needs the cotangent of the entries that it overwrites: ct_b = ct_b'.
+It is `alone` if nothing else in the step touches the buffer: then no write has to wait until the
+cotangents have been read."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ write_p = _jax.declare("loopkit_write")
 
 
 def read(buffer: jax.Array, starts: Starts, window: Window, held: bool = True) -> tuple[Any, Any]:
-    """Return the slices, and the buffer to go on with.
+    """Return the slices, and the buffer for the next read or write.
 
-    `held`: the next write waits until they have been read."""
+    `held`: the next write waits until the slices have been read."""
     buffer, starts = _varying_together(buffer, starts)
     value, buffer = read_p.bind(buffer, starts, window=window, value=True, held=held)
     return value, buffer
@@ -57,7 +57,7 @@ def write(
 
 
 def _varying_together(*values: jax.typing.ArrayLike) -> list:
-    """Make values differ between the same devices, so that no rule has to do it later."""
+    """Make values vary over the same mesh axes, so that no rule has to do it later."""
     types = [jax.typeof(v) for v in values]
     return [_jax.vary_like(v, types) for v in values]
 
@@ -83,7 +83,7 @@ def _evaluate_read(
             return _gather(buffer, at, window)
         return lax.dynamic_slice(buffer, window.point(at.reshape(-1)), window.sizes)
 
-    # The compiler must not take a write before this read into it, and do it twice.
+    # Keep the compiler from fusing an earlier write into this read, which would write twice.
     if held and window.axes and not _jax.keeps_barriers():
         nothing = lambda buffer, at: _jax.zeros(jax.typeof(look(buffer, at)))
         found = lax.cond(_holds(starts), look, nothing, buffer, at)
@@ -94,7 +94,7 @@ def _evaluate_read(
     if inside is not None:
         inside = inside.reshape(*inside.shape, *[1] * len(window.sizes))
         found = jnp.where(inside, found, _jax.zeros(jax.typeof(found)))
-    # The next write comes after: a buffer that is read twice would have to be copied first.
+    # Order the next write after this read, or the compiler would have to copy the buffer first.
     return list(lax.optimization_barrier((found, buffer)) if held else (found, buffer))
 
 
@@ -127,7 +127,7 @@ def _evaluate_write(
     if masks:
         mask = masks[0]
         if mask.shape[mask.ndim - buffer.ndim :] == (1,) * buffer.ndim:
-            # A slice that is not to be written is one that is out of bounds.
+            # Move slices that are not to be written out of bounds.
             written = mask.reshape(starts.shape[:-1])
             room = window.along(buffer.shape, starts.dtype)
             at, outside = jnp.where(written[..., None], at, room), True
@@ -240,11 +240,10 @@ def _write_transpose(
 
 
 def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> tuple[Any, Any]:
-    """Tie a read to the write after it: the write waits until the read has happened.
+    """Make a write wait until the read before it has happened.
 
     A compiler that drops barriers reads a slice again wherever it is used, and then copies the
-    buffer before it is written. It does not look through a branch if it does not know which is
-    taken."""
+    buffer before the write. It cannot look through a branch whose condition it does not know."""
     if _jax.KEEPS_BARRIERS or not window.axes:
         return found, new
     branch = lambda s, *v: lax.cond(_holds(s), lambda x, y: (x, y), lambda x, y: (y, x), *v)
@@ -252,12 +251,12 @@ def in_order(found: Any, new: jax.Array, starts: jax.Array, window: Window) -> t
 
 
 def _holds(starts: jax.Array) -> Any:
-    """Return True, without the compiler's knowledge."""
+    """Return a bool that is always true, although the compiler cannot tell."""
     return ((starts | 1) != 0).all()
 
 
 def _own_places(starts: jax.Array, size: int) -> Any:
-    """Give each start of a leading batch its own place along a batch axis of the buffer."""
+    """Append to the starts of each batch element its place along the buffer's batch axis."""
     place = jnp.arange(size, dtype=starts.dtype).reshape(size, *[1] * (starts.ndim - 1))
     return jnp.concatenate([starts, jnp.broadcast_to(place, (*starts.shape[:-1], 1))], -1)
 
@@ -290,7 +289,7 @@ def _write_batched(
     if of_starts is None:
         place, window = starts.ndim - 1 + of_buffer, window.with_axis(of_buffer, axis.size)
         value = _jax.move(value, of_value, place, axis.size)
-        # A mask need not be as large as what it masks.
+        # Masks broadcast, so size one is enough.
         masks = [_jax.move(m, d, place, 1) for m, d in zip(masks, of_masks, strict=True)]
     else:
         starts = _own_places(jnp.moveaxis(starts, of_starts, 0), axis.size)
@@ -302,7 +301,7 @@ def _write_batched(
 
 
 def _read_dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Let a read whose value nobody uses only pass its buffer on."""
+    """Reduce a read whose value is unused to passing its buffer on."""
     if not any(used):
         return [False] * len(eqn.invars), None
     if used[0] or not eqn.params["value"]:

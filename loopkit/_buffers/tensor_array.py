@@ -49,11 +49,11 @@ class TensorArray(Generic[E]):
     _is_whole = True
 
     _data: list[Any]
-    """Arrays [capacity, ...], or Buffers, of the leaves of an element."""
+    """An array [capacity, ...], or a Buffer, for each leaf of an element."""
     _tree: Any
     _size: Any
     _stored: Any
-    """The number of elements in `data`; later ones are in the tail."""
+    """The number of elements in `_data`; later ones are in the tail."""
     _tail: list[list[Any]]
     """Elements not stored yet. It may hold more, appended to another TensorArray."""
 
@@ -140,7 +140,7 @@ class TensorArray(Generic[E]):
 
     @property
     def size(self) -> int | Int32[Array, ""]:
-        """The number of elements: an int, or an int32 where it is traced."""
+        """The number of elements: an int, or an int32 array if it is traced."""
         return int(self._size) if self._is_known() else self._size
 
     @property
@@ -194,7 +194,7 @@ class TensorArray(Generic[E]):
         size, stored = int(self._size), int(self._stored)
         new = TensorArray._of(self._data, self._tree, size + 1)
         new._stored, count = stored, size - stored
-        # The tail is shared by those that go on from one another in the same trace.
+        # Arrays that result from one another in the same trace share a tail.
         goes_on = 0 < count == len(self._tail) and all(map(_jax.same_trace, leaves, self._tail[-1]))
         new._tail = self._tail if goes_on else self._tail[:count]
         new._tail.append(leaves)
@@ -242,7 +242,7 @@ class TensorArray(Generic[E]):
         return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
 
     def _settled(self) -> list[Any]:
-        """Return the stored elements with those of the tail, in twice the capacity if need be."""
+        """Return the stored elements and those of the tail, doubling the capacity if needed."""
         count = self._size - self._stored if self._tail else 0
         if not count:
             return self._data
@@ -250,7 +250,7 @@ class TensorArray(Generic[E]):
         room = _doubled(self._data[0].shape[0], self._size)
         part = slice(self._stored, self._size)
         data = [_with_room(v, room).at[part].set(jnp.stack(new)) for v, new in leaves]
-        # A function that is traced, and did not make the array, must leave nothing in it.
+        # Store the result only in an array that this trace made: elsewhere, tracers would leak.
         pairs = ((v, w) for v, (old, new) in zip(data, leaves, strict=True) for w in (old, *new))
         if any(_jax.same_trace(v, w) for v, w in pairs):
             self._data, self._stored, self._tail = data, self._size, []
@@ -261,7 +261,7 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)._checked()
 
     def _checked(self) -> TensorArray[E]:
-        """Return the array; outside loops, raise an error at run time if it is too full."""
+        """Return the array; outside loops, raise at run time if it exceeds its capacity."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
         room = self._data[0].shape[0]
@@ -274,7 +274,7 @@ class TensorArray(Generic[E]):
         return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:
-        """Return an index from the start: an int if it is known."""
+        """Return an index counted from the start: an int if it is known."""
         is_array = isinstance(index, (jax.Array, np.ndarray)) and not _jax.is_tracer(index)
         index = index.item() if is_array and not index.ndim else index
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -297,7 +297,7 @@ class TensorArray(Generic[E]):
         return bare(self._tree.unflatten(leaves))
 
     def _leaves(self, method: str, element: PyTree[Any]) -> list[Any]:
-        """Return the leaves of an element, in the types that are stored."""
+        """Check an element, and return its leaves in the stored types."""
         types = list(map(_element_type, self._data))
         first = self._tree.unflatten(types)
         element, differences = alike(first, wrapped(f"{NAME}.{method}", "element", element))
@@ -339,7 +339,7 @@ def is_tensor_array(value: object) -> bool:
 
 
 def checked(tree: PyTree[Any]) -> Any:
-    """Return the tree, with a check that its TensorArrays hold no more than they have room for."""
+    """Return the tree, with a check that its TensorArrays do not exceed their capacity."""
     return jax.tree.map(
         lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array
     )

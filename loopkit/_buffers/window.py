@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Starts: Alias = jax.Array | np.ndarray[Any, Any]
-"""The starts of slices, one a row; a NumPy array if they are known."""
+"""The starts of slices, each along the last axis; a NumPy array if they are known."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Window:
     axes: tuple[int, ...]
     """The axes along which starts are given."""
     offsets: tuple[int, ...]
-    """Along the others, where every slice starts. One for each axis of the buffer."""
+    """Where every slice starts along the other axes; an entry for each axis of the buffer."""
     sizes: tuple[int, ...]
     """The shape of a slice."""
     mode: str
-    """Slices out of bounds: "clip" moves them inside, "drop" reads zeros and writes nothing. Where
-    it is a promise that there are none ("promise_in_bounds"), reads are moved inside and writes
-    dropped, as lax does it."""
+    """How to treat slices out of bounds: "clip" moves them inside, "drop" reads zeros and writes
+    nothing. "promise_in_bounds" promises that there are none; as in lax, reads are then moved
+    inside, and writes dropped."""
     wrap: bool = True
     """Whether negative starts count from the end."""
 
     def with_axis(self, axis: int, size: int) -> Window:
-        """Return the window for a buffer with one more axis, all of which each slice takes."""
+        """Return the window for a buffer with one more axis, which each slice takes whole."""
         return replace(
             self,
             axes=tuple(a + (a >= axis) for a in self.axes),
@@ -46,20 +46,18 @@ class Window:
         )
 
     def with_index(self, axis: int) -> Window:
-        """Return the window for a buffer with one more axis; the last start is a slice's place
-        along it."""
+        """Return the window for a buffer with one more axis, indexed by the last of the starts."""
         wider = self.with_axis(axis, 1)
         return replace(wider, axes=(*wider.axes, axis))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a buffer has room for a slice at all."""
+        """Return whether a slice fits in a buffer of this shape."""
         pairs = zip(self.sizes, shape, strict=True)
         # A symbolic size may be anything.
         return all(s <= n for s, n in pairs if isinstance(s, int) and isinstance(n, int))
 
     def along(self, sizes: Sequence[Any], dtype: np.dtype[Any]) -> Any:
-        """Return the sizes along `axes`, as an array; symbolic ones are known when the program
-        runs."""
+        """Return the sizes along `axes` as an array, which is traced if a size is symbolic."""
         found = [sizes[a] for a in self.axes]
         if all(isinstance(n, int) for n in found):
             return np.array(found, dtype)
@@ -68,8 +66,7 @@ class Window:
     def starts_in(
         self, shape: Sequence[int], starts: Starts, reads: bool = False
     ) -> tuple[Any, Any]:
-        """Return the starts along `axes`, from 0, and whether each slice is inside, None if all
-        are."""
+        """Return starts along `axes`, counted from 0, and which slices are inside (None: all)."""
         if not self.axes:
             return starts, None
         room = self.along(shape, starts.dtype)
@@ -94,8 +91,7 @@ class Window:
         return [jnp.asarray(p, starts.dtype) for p in point]
 
     def every_start(self, starts: Starts) -> tuple[Any, tuple[int, ...]]:
-        """Return the starts along `axes` and along axes where slices begin after 0, and all those
-        axes."""
+        """Return the starts along `axes` and along axes with an offset, and all these axes."""
         extra = [a for a, offset in enumerate(self.offsets) if offset]
         fixed = np.array([self.offsets[a] for a in extra], starts.dtype)
         fixed = np.broadcast_to(fixed, (*starts.shape[:-1], len(extra)))
@@ -103,7 +99,7 @@ class Window:
 
 
 def outside(buffer: jax.Array, *operands: jax.Array, window: Window, **params: Any) -> tuple:
-    """Mark the starts of slices that are out of bounds, among those that are read or written."""
+    """Return which starts are out of bounds in slices read or written, the starts, and the axes."""
     starts, *masks = operands if "value" in params else operands[1:]
     bad = ~window.inside(buffer.shape, starts)
     if masks:

@@ -1,1 +1,1 @@
-"""The engine: six primitives on one description of a loop. docs/design.md describes it."""
+"""The engine: six primitives that share one description of a loop (see docs/design.md)."""

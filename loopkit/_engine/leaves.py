@@ -1,4 +1,4 @@
-"""Operands, carry and results of a loop: a record for each leaf, or a value."""
+"""Records and values for the leaves of a loop's operands, carry and results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Operands(NamedTuple):
-    """The operands of a loop, or one value for each (types, flags, axes, tangents)."""
+    """The operands of a loop, or one value per operand (types, flags, axes, tangents)."""
 
     cond_consts: list
     consts: list
@@ -23,7 +23,7 @@ class Operands(NamedTuple):
 
 
 class Active(NamedTuple):
-    """Which leaves have a tangent, or a cotangent.
+    """Flags for the leaves that have a tangent, or a cotangent.
 
     The carry's flags are a fixed point of the body.
     """
@@ -43,7 +43,7 @@ class Active(NamedTuple):
 
 
 class Const(NamedTuple):
-    """A constant of the steps."""
+    """An operand that is the same in every step."""
 
     lanes: int = 0
     """The number of lane axes that it begins with."""
@@ -51,15 +51,15 @@ class Const(NamedTuple):
 
 class CarryLeaf(NamedTuple):
     name: str = ""
-    """Its name in reports, which the caller gives."""
+    """Its name in reports, such as its path in the initial carry."""
     buffer: bool = False
     """Whether steps read and write it in slices."""
     flag: bool = False
-    """Whether it says if a step is active, and so masks the writes to buffers."""
+    """Whether it is the flag that says if a step is active, and that masks writes to buffers."""
     outer: bool = False
-    """Whether it is a buffer of a loop around this one, too."""
+    """Whether it is also a buffer of an enclosing loop."""
     counter_lower_bound: int | None = None
-    """A lower bound of its values, if it is a counter of rows."""
+    """A lower bound on its values, if it counts rows."""
 
 
 class Input(NamedTuple):
@@ -77,7 +77,7 @@ class Output(NamedTuple):
     axis: int = 0
     """The axis along which it is stacked."""
     log: bool = False
-    """Whether it logs what a step displaces in buffers, in stopped lanes too. Logs are the last
+    """Whether it logs what a step overwrites in buffers, in stopped lanes too. Logs are the last
     ys."""
 
 

@@ -1,10 +1,10 @@
-"""The description of a loop, which every primitive of the engine takes as its parameter.
+"""The description of a loop, which the primitives of the engine take as a parameter.
 
-A loop has no arrays in it. Its operands are, in this order,
+A `Loop` holds no arrays. Its operands are, in this order,
 
 cond_consts, consts, init, xs
 
-and one step computes, with x the slice of each xs that belongs to the step,
+and one step, with x its slices of the xs, computes
 
     active       = cond(*cond_consts, *carry)
     *carry, *y   = body(*consts, *carry, *x)
@@ -12,9 +12,9 @@ and one step computes, with x the slice of each xs that belongs to the step,
 until `active` is false or `length` steps are taken. Without `cond`, a loop takes exactly `length`
 steps. Step t writes row t of the ys (from the end if `reverse`); rows that no step writes are zero.
 
-Under vmap with a batched predicate, `active` has axes of its own, the *lanes*. All lanes step
-together until none is active, and a lane that is not active keeps its carry. Every carry, and every
-y, then begins with the lane axes.
+Under vmap with a batched predicate, `active` has axes, the *lane axes*. All lanes step together
+until none is active, and a lane that is not active keeps its carry. Every carry and every y then
+begins with the lane axes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop, compared and hashed by identity. `memory` keeps what is derived from it, and
-    `step_memory` what does not depend on how many bytes it may keep."""
+    """A loop, compared and hashed by identity.
+
+    `memory` caches what is derived from it, `step_memory` what does not depend on its budget.
+    """
 
     cond: _jax.Jaxpr | None
     body: _jax.Jaxpr
@@ -52,26 +54,26 @@ class Loop:
     reverse: bool = False
     checkpoints: Budget = None
     unroll: int = 1
-    """The steps in one iteration."""
+    """The number of steps in one iteration."""
     name: str = "while_loop"
     replaced_by: str = ""
-    """The function of loopkit that replaced a loop of lax by this one, if one did."""
+    """The loopkit function that replaced a lax loop with this one, if there is one."""
     lane_policy: Lanes = None
     """The caller's choice of what lanes do after they have stopped."""
     min_active_lanes: int = 0
-    """The loop goes on while more lanes than this, of a single axis, are active."""
+    """The loop goes on while more than this many lanes, of a single axis, are active."""
     masks_itself: bool = False
-    """Whether its step itself leaves lanes that have stopped as they are."""
+    """Whether the step itself leaves stopped lanes unchanged."""
     progress: ProgressSettings | None = field(default=None, repr=False)
     """How the loop shows its progress, if it does."""
     device: Accelerator | None = field(default_factory=planned_for, repr=False)
-    """The accelerator that it is planned for, if it is one."""
+    """The accelerator that it is planned for; None for a CPU."""
     lasting: bool = field(default=False, compare=False)
-    """Whether loops with the same equations are this very loop, and so compiled once."""
+    """Whether all loops with equal equations share this object, and so are compiled once."""
     memory: dict = field(default_factory=dict, repr=False, compare=False)
     step_memory: dict = field(default_factory=dict, repr=False, compare=False)
     lane: Any = field(default=None, repr=False)
-    """The loop of one of its lanes: see `lanes/many_lanes.py`."""
+    """The loop of a single one of its lanes: see `lanes/many_lanes.py`."""
 
     def __post_init__(self) -> None:
         ins, outs = len(self.body.in_avals), len(self.body.out_avals)
@@ -81,13 +83,13 @@ class Loop:
         assert self.cond is None or len(self.cond.in_avals) == taken, "a predicate of the carry"
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return `make()`, called once for each key."""
+        """Return `make()`, which is called once per key."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
 
     def derived_of_step(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return `make()`, called once for each key, whatever number of bytes the loop may keep."""
+        """Return `make()`, which is called once per key, whatever the budget of the loop."""
         if key not in self.step_memory:
             self.step_memory[key] = make()
         return self.step_memory[key]
@@ -101,19 +103,19 @@ class Loop:
         self.step_memory[key] = value
 
     def replace(self, **changes: Any) -> Loop:
-        """Return a loop with other fields."""
+        """Return a copy of the loop with other fields, and nothing cached."""
         return replace(self, **{"memory": {}, "step_memory": {}, **changes})
 
     def with_bytes(self, budget: Budget) -> Loop:
-        """Return a loop with another number of bytes; what is derived of its step stays."""
+        """Return a copy with another budget; values derived from the step stay cached."""
         return replace(self, checkpoints=budget, memory={}, step_memory=dict(self.step_memory))
 
     def unrolled(self, unroll: int) -> Loop:
-        """Return this loop, with so many steps in an iteration; its derived values stay."""
+        """Return this loop with `unroll` steps in an iteration; its derived values stay cached."""
         return self if self.unroll == unroll else replace(self, unroll=unroll)
 
     def split(self, operands: Sequence[Any]) -> tuple[Operands, list]:
-        """Return the operands of the loop, and those that follow them."""
+        """Return the operands of the loop, and the values that follow them."""
         counts = (self.cond_const_count, self.const_count, self.carry_count, self.xs_count)
         *of_loop, rest = parts(operands, *counts)
         return Operands(*of_loop), rest
@@ -140,7 +142,7 @@ class Loop:
 
     @property
     def primal_counts(self) -> tuple[int, int]:
-        """The number of operands, and of results, that are primal."""
+        """The numbers of primal operands and of primal results."""
         return self.operand_count, self.carry_count + self.ys_count
 
     @cached_property
@@ -154,7 +156,7 @@ class Loop:
 
     @cached_property
     def flag(self) -> int | None:
-        """The carry leaf that says whether a step is active, if one does."""
+        """The index of the carry leaf that says whether a step is active, if there is one."""
         return next((i for i, leaf in enumerate(self.carry) if leaf.flag), None)
 
     @cached_property
@@ -235,7 +237,7 @@ class Loop:
         return self.progress is not None or self.shows_within
 
     def unshown(self, backward: bool = True) -> Loop:
-        """Return the loop, and those in it, without forward bars; with `backward`, without bars."""
+        """Return the loop, and those in it, without forward bars; if `backward`, with none."""
         how = None if backward or self.progress is None else self.progress.backward_only
         of_loops = lambda jaxpr: equations.unshown(jaxpr, backward)
 
@@ -243,7 +245,7 @@ class Loop:
         return self.derived(("unshown", backward), make) if self.shows else self
 
     def without_debug_effects(self) -> Loop:
-        """Return the silent loop, for steps that are taken a second time."""
+        """Return the loop without debug effects and forward bars, to run its steps again."""
         loop = self.unshown(backward=False)
         if not loop.effects:
             return loop
@@ -251,7 +253,7 @@ class Loop:
 
     @cached_property
     def has_impure_callback(self) -> bool:
-        """Whether a step reads values that may differ the next time, so it must not run again."""
+        """Whether a step reads values that may differ next time, so that it must not run again."""
         return any(map(equations.has_impure_callback, self.jaxprs))
 
     def check_repeats(self) -> None:
@@ -264,7 +266,7 @@ class Loop:
             raise NotImplementedError(errors.message(self.name, problem, got, advice))
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
-        """Return the loop with its two jaxprs changed."""
+        """Return the loop with `change` applied to its two jaxprs."""
         cond = None if self.cond is None else change(self.cond)
         body = change(self.body)
         if cond is self.cond and body is self.body:
@@ -291,20 +293,19 @@ class Loop:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A loop that computes the results of another loop from other operands."""
+    """A loop made from another loop, with maps between their operands and results."""
 
     loop: Loop
     map_operands: Callable[..., list]
-    """A function from the operands of the other loop, or values for them, to those of this loop."""
+    """A function from the other loop's operands, or one value for each, to those of this loop."""
     map_results: Callable[..., list]
-    """A function from the results of this loop, and the operands of the other, to the results of
-    the other."""
+    """A function from this loop's results, and the other's operands, to the other's results."""
 
 
 def run_rewritten(
     bind: Callable[..., Sequence[Any]], passes: Sequence[Rewritten], operands: Sequence[Any]
 ) -> list:
-    """Run the loop that the passes end with; return the results of the one they began with."""
+    """Run the loop that the last pass returned, and return the results of the first loop."""
     given = []
     for done in passes:
         given.append(operands)

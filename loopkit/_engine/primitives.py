@@ -1,4 +1,4 @@
-"""The six primitives, by name. The files of rules/ say how each is computed and transformed.
+"""The six primitives. The modules in rules/ say how each is computed and transformed.
 
 Let y = f(theta) be a loop, theta its constants, initial carry and xs, L its Jacobian and D its dual
 loop (the same loop over values and tangents):
@@ -10,11 +10,11 @@ loop (the same loop over values and tangents):
     pullback     L^T w, from checkpoints    transpose: pushforward
     hessian      d/dtheta <w, L u>          its own transpose in u
 
-D is a loop itself, so derivatives of any order are the same six on a longer carry. In forward mode
-`forward` and `pullback` return tangents beside their results (rules/along.py).
+D is itself a loop, so derivatives of any order are the same six on a longer carry. In forward mode,
+`forward` and `pullback` return tangents after their results (rules/along.py).
 
-An error in a loop that replaced one of lax names that loop, and a way out. Its reader has not
-written the loop, and may not know that loopkit runs it.
+An error in a loop that replaced a lax loop names the lax loop and suggests a fix: the user may not
+know that loopkit runs it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ forward_p = _jax.declare("loopkit_forward")
 pushforward_p = _jax.declare("loopkit_pushforward")
 pullback_p = _jax.declare("loopkit_pullback")
 pullback_onto_p = _jax.declare("loopkit_pullback_onto")
-"""A `pullback` whose results are added to what was there before."""
+"""A `pullback` that adds its results to existing arrays."""
 hessian_p = _jax.declare("loopkit_hessian")
 narrowed_p = _jax.declare("loopkit_narrowed")
-"""One of the three linear primitives, of lanes that narrow; it is derived from all phases."""
+"""One of the three linear primitives, for lanes that narrow: a derivative of all phases."""
 evaluated_p = _jax.declare("loopkit_evaluated")
-"""A jaxpr that computes a loop, or its derivative, and has no derivative itself."""
+"""A jaxpr that computes a loop or its derivative. It has a JVP, and no transpose."""
 READS: dict[Any, Callable] = {}
-"""`(**params)`: flags for the first operands of a primitive, whether its transpose reads them."""
+"""`rule(**params)` flags those first operands of a primitive that its transpose reads."""
 PARTIAL_EVAL_RULES: dict[Any, Callable] = {}
-"""`(used, **params)`: which operands a primitive needs to run for the used results alone, and a
-function of these that returns the results; None if it needs all operands."""
+"""`rule(used, **params)` returns which operands of a primitive its used results need, and a
+function from these operands to those results; None if all operands are needed."""
 
 
 def define(
     primitive: _jax.SeriesPrimitive, evaluate: Callable, types: Callable, **rules: Any
 ) -> None:
-    """Define a primitive as `_jax` does; outside jit too, equal equations are compiled once."""
+    """Define a primitive as `_jax.define` does, but compile equal equations once outside jit."""
     if primitive is not while_p:  # the others are derivatives
         evaluate, types = naming_the_loop(evaluate), naming_the_loop(types)
     rules.setdefault("taylor", _no_series)
@@ -83,8 +83,7 @@ def _run_once(
 ) -> Any:
     if params["loop"].lasting:
         return compiled(*operands, **params)
-    # A loop with rules for derivatives equals no other loop, but its results may have equal
-    # equations.
+    # A loop with derivative rules equals no other loop, but the equations of its results may.
     types = list(map(jax.typeof, operands))
     with _jax.as_there(operands):
         jaxpr, closed_over = _jax.trace(lambda *values: evaluate(*values, **params), types, "loop")
@@ -95,7 +94,7 @@ def _run_once(
 
 
 def _values(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr with derivatives of loops replaced by their equations, so no rule is left."""
+    """Return a jaxpr with derivatives of loops replaced by equations, so that no rule is left."""
 
     def derives(eqn: _jax.Equation) -> bool:
         of_loop = eqn.primitive in _jax.evaluations and "loop" in eqn.params
@@ -128,14 +127,14 @@ ERROR_KINDS: dict[type, type[Exception]] = {
 ERROR_KINDS |= dict.fromkeys(
     (AssertionError, AttributeError, IndexError, KeyError), NotImplementedError
 )
-"""Errors that are raised again with another text, and their new types. JAX's own are more than
-text."""
+"""Errors that are raised again with another message, and their new types. JAX's own types hold more
+than a message, and are left alone."""
 
 
 def naming_the_loop(rule: Callable) -> Callable:
-    """Return a rule whose errors name the loop, if it replaced a loop of lax.
+    """Return a rule whose errors name the loop, if it replaced a lax loop.
 
-    An error in code of others, in a rule for derivatives that runs inside, stays as it is.
+    An error in other code, such as a custom derivative rule, stays as it is, with a note.
     """
 
     @ft.wraps(rule)
@@ -156,7 +155,7 @@ def naming_the_loop(rule: Callable) -> Callable:
 
 
 def _is_named(error: Exception) -> bool:
-    """Return whether an error names a loop already, one inside."""
+    """Return whether an error already names a loop, such as an inner one."""
     text = "\n".join([str(error), *getattr(error, "__notes__", [])])
     return re.search(r"loopkit\.\w+: (this is )?in the (scan|while_loop) at", text) is not None
 

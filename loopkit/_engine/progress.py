@@ -1,7 +1,7 @@
-"""Show how far a loop is while it runs: it carries three numbers of the host's bar.
+"""Show the progress of a running loop, which carries three numbers for the host's bar.
 
-A loop counts its steps at the end of each run of steps. It calls the host once it has taken as many
-as the host asked for, and the host then says how many the next are. So the host hears of a loop
+A loop counts its steps at the end of each run of steps. When it has taken as many as the host asked
+for, it calls the host, which answers with the next number of steps. So the host hears from a loop
 about five times a second, however long a step takes.
 """
 
@@ -25,24 +25,24 @@ from loopkit._progress import open_bars
 from loopkit._progress.progress import ProgressSettings
 
 RUN = 2e6
-"""The assumed nanoseconds of a run of steps. Ending a run costs a few hundred."""
+"""The nanoseconds that a run of steps should take. Ending a run costs a few hundred."""
 PARTS = 100
-"""The least number of runs into which a loop of known length is cut, if it has as many steps."""
+"""The least number of runs of a loop with a known bound, if the bound allows as many."""
 WAITING_BYTES = 1 << 16
-"""The most bytes of a value that waits for the host. Larger values go on without waiting."""
+"""The most bytes of a value that waits for the host. Larger values do not wait."""
 RUN_STEPS = 256
-"""The steps in a run if nothing says how long the loop is."""
+"""The most steps in a run of a loop without a bound."""
 
 
 class StepMeter(NamedTuple):
     """The three numbers that a loop carries for its bar, int32 each."""
 
     number: Any
-    """The host's number of the bar."""
+    """The bar's number on the host."""
     steps: Any
-    """The steps taken since the last call of the host."""
+    """The number of steps taken since the last call to the host."""
     due: Any
-    """The steps after which to call the host again."""
+    """The number of steps after which to call the host again."""
 
 
 Done = Callable[[], Any]
@@ -51,7 +51,7 @@ no_lanes: Done = lambda: jnp.int32(0)
 
 @dataclass(frozen=True)
 class Call(abc.ABC):
-    """A call of the host."""
+    """A call to the host."""
 
     progress: ProgressSettings
     backward: bool
@@ -107,9 +107,9 @@ def opened(
     known: Sequence[Any],
     backward: bool = False,
 ) -> StepMeter:
-    """Open a bar of so many steps (None if nobody knows), which varies over devices as `like` does.
+    """Open a bar for `total` steps (None if unknown), which varies over devices as `like` does.
 
-    `known` are values that have to be known before the bar opens.
+    The bar opens only when the values in `known` have been computed.
     """
     total = jnp.asarray(-1 if total is None else total, jnp.int32)
     bits = sum(map(_bit, filter(_can_wait, known)), jnp.int32(0))
@@ -122,7 +122,7 @@ def opened(
 def after(
     loop: Loop, bar: StepMeter, count: _jax.Whole, backward: bool = False, done: Done = no_lanes
 ) -> StepMeter:
-    """Count so many more steps. `done` returns the number of lanes that have stopped."""
+    """Add `count` steps to the bar. `done` returns the number of lanes that have stopped."""
 
     def told(bar: StepMeter) -> StepMeter:
         update = Update.of(loop, backward)
@@ -130,28 +130,28 @@ def after(
         return bar._replace(steps=jnp.zeros_like(bar.steps), due=due)
 
     bar = bar._replace(steps=bar.steps + count)
-    if _jax.host_waits.value:  # in that case, the host waits for a predicate too
+    if _jax.host_waits.value:  # then the host waits for the predicate anyway
         return told(bar)
     return lax.cond(bar.steps >= bar.due, told, lambda bar: bar, bar)
 
 
 def closed(loop: Loop, bar: StepMeter, results: Sequence[Any], backward: bool = False) -> list:
-    """Close the bar; return the results, of which the small ones wait for that."""
+    """Close the bar and return the results; small results wait until it is closed."""
     (zero,) = _jax.tell(Closing.of(loop, backward), [*bar], 1)
     held = lambda v: jnp.where(zero == 0, v, jnp.zeros_like(v))
-    small = lambda v: _jax.byte_count(jax.typeof(v)) <= WAITING_BYTES  # a literal may be Python's
+    small = lambda v: _jax.byte_count(jax.typeof(v)) <= WAITING_BYTES  # v may be a Python number
     return [held(v) if _can_wait(v) and small(v) else v for v in results]
 
 
 def _can_wait(value: jax.Array) -> bool:
-    """Return whether a value is an array of numbers on the device."""
+    """Return whether a value on the device is non-empty, with a known shape and a NumPy dtype."""
     aval = jax.typeof(value)
     known = all(isinstance(n, int) and n > 0 for n in aval.shape)
     return known and isinstance(aval.dtype, np.dtype) and not _jax.is_on_host(aval)
 
 
 def _bit(value: jax.Array) -> Any:
-    """Return a number that depends on a value, in a way that no compiler can evaluate."""
+    """Return 0 or 1, which depends on a value in a way that no compiler can fold."""
     value = jnp.asarray(value)
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
     return jnp.logical_not(first).astype(jnp.int32).reshape(())

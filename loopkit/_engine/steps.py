@@ -1,4 +1,4 @@
-"""Take steps: read a slice of xs, run the body, write a row of ys, and mask the lanes."""
+"""Take steps: read a slice of xs, run the body, write a row of ys, and mask stopped lanes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Steps(NamedTuple):
     """The number of steps taken, int32."""
     carry: list
     ys: list
-    """Whole arrays, written up to row `count`."""
+    """Whole arrays, in which the rows of the first `count` steps are written."""
     lane_counts: Any
     """The number of steps taken by each lane, int32[lanes]; None without lanes."""
     bar: progress.StepMeter | None = None
@@ -33,7 +33,7 @@ class Steps(NamedTuple):
 
     @property
     def taken(self) -> Any:
-        """The number of steps taken; by each lane, if there are lanes."""
+        """The number of steps taken, for each lane if there are lanes."""
         return self.count if self.lane_counts is None else self.lane_counts
 
 
@@ -51,7 +51,7 @@ def read_slices(loop: Loop, operands: Operands, step: _jax.Whole) -> list:
 
 
 def read_rows(arrays: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0) -> list:
-    """Return rows, brought to the device from the memory that holds them."""
+    """Return one row of each array, moved to the device from the memory that holds it."""
     return [
         _jax.placed(
             lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
@@ -76,7 +76,7 @@ def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
 
 
 def spread_lanes(active: Any, value: jax.Array, leading: int) -> Any:
-    """Return a mask over the lanes, shaped so that it broadcasts against `value`.
+    """Return the mask over the lanes, reshaped to broadcast against `value`.
 
     `leading` axes of `value` come before its lane axes.
     """
@@ -110,7 +110,7 @@ def is_active(loop: Loop, operands: Operands, carry: Sequence[Any]) -> Any:
 
 
 def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Any:
-    """Return whether any lane is active, and fewer than `stop` steps have been taken."""
+    """Return whether enough lanes are active, and fewer than `stop` steps have been taken."""
     if loop.cond is None:
         return state.count < stop
     active = is_active(loop, operands, state.carry)
@@ -139,7 +139,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
 
 
 def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state: Steps) -> Steps:
-    """Take a step if the loop goes on; for bodies with several steps in an iteration."""
+    """Take a step if the loop goes on, within an iteration of several steps."""
     go = goes_on(loop, operands, state, stop)
     if loop.effects or loop.shows_within:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
@@ -163,7 +163,7 @@ def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state:
 
 
 def start(loop: Loop, operands: Operands) -> Steps:
-    """Return the state before any step. Counters vary over the devices if the predicate does."""
+    """Return the initial state. Counters vary over the devices if the predicate does."""
     decides = [] if loop.cond is None else loop.cond.out_avals
     count, carry = _jax.vary_like(jnp.int32(0), decides), first_carry(loop, operands)
     lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
@@ -179,7 +179,7 @@ def first_carry(loop: Loop, operands: Operands) -> list:
 
 
 def after_run(loop: Loop, steps: Steps, count: _jax.Whole) -> Steps:
-    """Return the state after a run of so many steps."""
+    """Return the state with `count` more steps shown on its bar, if it has one."""
     if steps.bar is None:
         return steps
     lanes_done = lambda: (steps.lane_counts < steps.count).sum(dtype=jnp.int32)
@@ -196,7 +196,7 @@ def finished(loop: Loop, steps: Steps) -> Steps:
 
 
 def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> Steps:
-    """Take steps until the predicate fails, or `stop` steps have been taken in all."""
+    """Take steps until the predicate is false, or `stop` steps have been taken in all."""
     if loop.cond is None:
         return take(loop, operands, stop - state.count, state)
 
@@ -210,7 +210,7 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
 
 
 def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
-    """Take exactly so many steps."""
+    """Take exactly `count` steps."""
     step = lambda _, s: one_step(loop, operands, s)
     return in_runs(loop, count, step, state, ft.partial(after_run, loop), state.bar)
 
@@ -218,7 +218,7 @@ def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
 def while_it_goes_on(
     loop: Loop, operands: Operands, body: Callable[[Any], Any], state: Any, stop: Any | None
 ) -> Any:
-    """Run `body(state)` while the loop goes on. `state`: the loop's, and what is saved of it."""
+    """Run `body(state)` while the loop goes on. `state` is a pair of `Steps` and saved values."""
     another = lambda s, stop=stop: goes_on(loop, operands, s[0], stop)
     if state[0].bar is None:
         return lax.while_loop(another, body, state)
@@ -242,7 +242,7 @@ def in_runs(
     bar: progress.StepMeter | None,
     part: int = 1,
 ) -> Any:
-    """Run as `repeat` does; with a bar, in runs of steps, and `after(state, count)` after each."""
+    """Run as `repeat` does; with a bar, call `after(state, count)` after each run of steps."""
     if bar is None:
         return repeat(times, body, state, loop.unroll, part)
     length = progress.run_length(loop)
@@ -266,10 +266,10 @@ def in_runs(
 def repeat(
     times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
 ) -> Any:
-    """Run `body(i, state)` for i in range(times), with `unroll` of them in an iteration.
+    """Run `body(i, state)` for i in range(times), with `unroll` calls in an iteration.
 
-    `times` may be known or traced. The steps left over run in a loop of their own. If `times` is
-    traced, `part` steps at a time may run in a loop of known length.
+    `times` may be known or traced. The calls left over run in a loop of their own. If `times` is
+    traced and `part` > 1, calls run `part` at a time in loops of known length.
     """
     if part > 1 and not isinstance(times, int):
         whole = quotient(times, part)
@@ -304,7 +304,7 @@ def repeat(
 
 
 def quotient(count: _jax.Whole, by: int) -> Any:
-    """Return `count // by`. A count is not negative, so a traced one needs no code for signs."""
+    """Return `count // by`. A count is never negative, so a traced one needs no code for signs."""
     return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
 
 
@@ -313,7 +313,7 @@ def repeat_backwards(
 ) -> Any:
     """Run `body(i, state)` for i from times - 1 down to 0.
 
-    The loop counts upward, because compilers do not see the length of a long loop that counts down.
+    The loop counts up, because compilers do not infer the length of a long loop that counts down.
     """
     return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll, part)
 

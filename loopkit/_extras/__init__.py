@@ -1,1 +1,1 @@
-"""Functions made of the public loops."""
+"""Functions built on the loops."""

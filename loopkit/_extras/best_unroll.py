@@ -1,4 +1,4 @@
-"""`best_unroll`: find the best number of steps in an iteration by trying."""
+"""`best_unroll`: measure which number of steps in an iteration is fastest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loopkit._types import Checkpoints
 COUNTS = 1, 2, 4, 8, 16
 ROUNDS = 7
 NOISE = 1.05
-"""More steps in an iteration have to be better than fewer by this factor."""
+"""The factor by which more steps in an iteration must be faster than fewer."""
 FUNCTION = "best_unroll"
 NAMES = Names(FUNCTION, "f", "init", "until", "carry, x")
 

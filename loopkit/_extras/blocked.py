@@ -69,7 +69,7 @@ def blocked(
     - `fn`: a function from arrays with a batch axis, in any pytrees, to such arrays.
     - `block`: the rows in a block, a static int. With None, a block has as many rows as fit in half
       of the second-level cache, by the bytes that `fn` and the loops in it read and write for a
-      row. On devices other than CPUs, it then has all rows. The rows left over are a smaller block.
+      row. On devices other than CPUs, it then has all rows. Rows left over form a smaller block.
     - `in_axes`, `out_axes`: the batch axes of the positional arguments and of the results, as in
       `jax.vmap`. With None, every block gets the whole argument, or the result is that of the last
       block. Keyword arguments have their batch axis first.
@@ -149,7 +149,7 @@ def _over_blocks(
 
     length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
     spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
-    # Each call makes a new step; the trace depends on these.
+    # Each call makes a new step function; its trace depends on these instead.
     made_of = FUNCTION, tree, jax.tree.structure(axes), *jax.tree.leaves(axes)
     spec = spec._replace(functions=(fn,), rest=made_of)
     return (of_some(spec) if has_none(axes) else run_scan(spec))[1]
@@ -164,7 +164,7 @@ def _merged(blocks: PyTree[Any], out_axes: Axes) -> Any:
 
 
 def _with_rows(out: PyTree[Any], out_axes: Axes, rows: int) -> Any:
-    """Return the result of `fn`, if it has a row for each row of its block."""
+    """Return the result of `fn`; raise if it does not have a row for each row of its block."""
     out = validate.as_arrays(FUNCTION, "fn", out)
     axes = leaf_axes("out_axes", out_axes, out, "what `fn` returns", FUNCTION)
     axes = normalised("out_axes", axes, out, FUNCTION)

@@ -1,7 +1,7 @@
 """Segments of a loop that grows: their lengths, their programs, the rows they read and write.
 
-Segments that together need little memory run as one. A look at the predicate between them, on the
-host, would take longer than they do.
+Segments that together need little memory run as one, because checking the predicate on the host
+between them would take longer than they do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loopkit._tracing.spec import LoopSpec
 from loopkit._tracing.trace import Traced, trace
 
 LONGEST_SEGMENT = 4096
-"""The steps up to which segments grow."""
+"""The number of steps up to which segments grow."""
 
 LIGHT = 1 << 16
 """The bytes of rows and checkpoints to reserve without knowing whether the loop needs them."""
@@ -37,7 +37,7 @@ AT_ONCE = 4 * LONGEST_SEGMENT
 
 
 def segment(spec: LoopSpec) -> tuple[Traced, _jax.TreeDef]:
-    """Trace a segment of a loop, without its length; return it and the tree that it carries.
+    """Trace a segment of a loop, without its length; return it and the tree of its carry.
 
     `Hidden.left` says how many of its steps to take.
     """
@@ -49,7 +49,7 @@ def segment(spec: LoopSpec) -> tuple[Traced, _jax.TreeDef]:
 
 
 def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int]:
-    """Yield the lengths of segments: first, first * growth, first * growth**2, ..., to a cap."""
+    """Yield the lengths of segments: first, first * growth, first * growth**2, ..., up to a cap."""
     size, cap = float(first), max(first, LONGEST_SEGMENT)
     for _ in itertools.count() if most is None else range(most):
         yield int(size) if size < cap else cap
@@ -57,7 +57,7 @@ def segment_lengths(first: int, growth: float, most: int | None) -> Iterator[int
 
 
 def together(sizes: Iterator[int], light: int, rows: int) -> Iterator[int]:
-    """Yield the lengths of segments, added up to `light` steps while there are rows to read."""
+    """Yield segment lengths, merged up to `light` steps or until they cover the `rows` to read."""
     total, left = 0, rows
     for size in sizes:
         if total and (total >= left or total + size > light):
@@ -68,7 +68,7 @@ def together(sizes: Iterator[int], light: int, rows: int) -> Iterator[int]:
 
 
 def light_steps(traced: Traced, operands: list) -> int:
-    """Return how many steps need little memory."""
+    """Return how many steps need no more than `LIGHT` bytes of rows and checkpoints."""
     operands = [*operands, *traced.closed_over]
     lanes = max((_lanes(v) for v in operands if _jax.is_tracer(v)), default=1)
     loop, _ = ready(traced.loop)
@@ -120,7 +120,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 
 @lru_cache(256)
 def on_device(number: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return a number as an array on the device, which the cache keeps for later calls."""
+    """Return a number as an array on the device, cached for later calls."""
     return moved(np.asarray(number, dtype))
 
 
@@ -141,7 +141,7 @@ def divided(xs: list, rows: int, sizes: Iterator[int]) -> Iterator[tuple[int, in
     starts = [sum(lengths[:k]) for k in range(len(lengths))]
     steps = [min(size, rows - start) for size, start in zip(lengths, starts, strict=True)]
     if any(map(_jax.is_tracer, xs)):
-        # The transpose of a split is a concatenation. That of a slice is as long as `xs`.
+        # The transpose of a split is one concatenation. That of each slice is as long as `xs`.
         parts = [lax.split(x, [*steps, rows - sum(steps)])[:-1] for x in xs]
         slices = [list(x) for x in zip(*parts, strict=True)]
     else:
@@ -166,13 +166,13 @@ def _slice_of(x: jax.Array, start: jax.Array, count: int) -> jax.Array:
 
 
 def _lengthened(x: Any, rows: int) -> Any:
-    """Return rows with more at the end that no step reads."""
+    """Pad rows at the end with rows that no step reads."""
     made = np if isinstance(x, np.ndarray) else jnp
     return made.concatenate([x, made.broadcast_to(x[-1:], (rows, *x.shape[1:]))])
 
 
 def joined(chunks: list[tuple[Any, int]]) -> Any:
-    """Join the first rows of each chunk, as many as the number beside it says."""
+    """Join chunks, and keep only as many first rows of each as the number beside it says."""
     if all(_is_host_array(chunk) for chunk, _ in chunks):  # this compiles nothing
         rows = [np.asarray(chunk)[:most] for chunk, most in chunks]
         return _jax.put_beside(np.concatenate(rows) if len(rows) > 1 else rows[0], chunks[0][0])
@@ -223,7 +223,7 @@ def _left_on(device: _jax.Device) -> int:
     stats = memory_stats(device)
     if "bytes_limit" in stats:
         return max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
-    # A CPU keeps no account of its memory: take all that the machine has.
+    # A CPU reports no memory statistics: take all memory of the machine.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

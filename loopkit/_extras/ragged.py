@@ -1,4 +1,4 @@
-"""`ragged_scan`: sequences of many lengths, scanned in batches of nearly one length.
+"""`ragged_scan`: scan sequences of many lengths in batches of similar length.
 
 A batch is padded to the length of its bucket, and each of its lanes stops at its own end. There are
 few buckets, so that few programs are compiled. They are narrow, so batches have little padding.
@@ -184,7 +184,7 @@ def _run(
 
 
 def _with_one_bar(loops: list[Traced], steps: list[int]) -> list[Traced]:
-    """Return loops that run one after another, and show how far all of them are together."""
+    """Make loops that run one after another share a progress bar."""
     shown, last = [], len(loops) - 1
     for number, loop in enumerate(loops):
         assert loop.loop.progress is not None, "asked for"
@@ -216,7 +216,7 @@ def length_buckets(
 
     **Raises:**
 
-    `TypeError` or `ValueError` if an argument is of another type or value.
+    `TypeError` or `ValueError` if an argument has a wrong type or value.
 
     !!! example
 
@@ -249,7 +249,7 @@ def length_buckets(
 
 
 def _narrowed(size: int, first: int, longest: int) -> int:
-    """Return the length of a bucket: if its longest sequence fills less than half, a power of 2."""
+    """Return the length of a bucket, a power of 2 if its longest sequence fills less than half."""
     return size if size <= max(first, 2 * longest) else 1 << (longest - 1).bit_length()
 
 
@@ -290,7 +290,7 @@ def _zeros(x: jax.Array, rows: int) -> Any:
 
 
 def _stacked(sequences: Sequence[Any], lanes: int, size: int) -> Any:
-    """Stack sequences as lanes, each with rows after its end that no step reads."""
+    """Stack sequences as lanes, padded with rows that no step reads."""
     first = sequences[0]
     concrete = not any(map(_jax.is_tracer, sequences))
     if concrete and isinstance(first.dtype, np.dtype):  # NumPy compiles nothing

@@ -1,8 +1,8 @@
-"""Some of a scan's ys in place of all: one for each window of steps, or a reduction of the window.
+"""Keep only some of a scan's ys: one for each window of steps, or a reduction of the window.
 
 The steps are cut into windows, in the order in which the loop takes them: windows of `every` steps,
 or one window of all steps. A sum is a carry leaf that nothing depends on, so derivatives save
-nothing for it. After the last step of a window, its result is written to a buffer.
+nothing for it. At the last step of a window, its result is written to a buffer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RowKind(NamedTuple):
 
     @property
     def total_type(self) -> Any:
-        """The type of the sum. As in `jnp.sum`, numbers of 16 bits are added up in 32 bits."""
+        """The type of the sum. As in `jnp.sum`, 16-bit numbers are added up in 32 bits."""
         dtype = jnp.dtype("float32") if _is_short(self.dtype) else self.dtype
         return self.aval.update(dtype=dtype, weak_type=False)
 
@@ -80,7 +80,7 @@ class RowKind(NamedTuple):
 
 
 class SomeYs(NamedTuple):
-    """Which ys are kept."""
+    """The ys that a scan keeps, and how it reduces them."""
 
     tree: Any
     leaves: tuple[RowKind, ...]
@@ -94,7 +94,7 @@ class SomeYs(NamedTuple):
     def of(
         tree: _jax.TreeDef, types: Sequence[Any], out_axes: Axes, reduce: Reduce, *settings: Any
     ) -> SomeYs:
-        """Choose from the `types` of the leaves of one y; `settings` has the other fields."""
+        """Decide from the `types` of the leaves of one y; `settings` has the other fields."""
         rows, every = tree.unflatten(types), settings[0]
         advice = 'Pass None, "sum", "mean" or "last" for each leaf, or for whole subtrees.'
         of = "the y that `f` returns"
@@ -190,7 +190,7 @@ class SomeYs(NamedTuple):
         return ReductionState(None if steps is None else steps + 1, states), own
 
     def _with_row(self, rows: Buffer, steps: Any, value: jax.Array) -> Any:
-        """Write the row of the window at its last step. Steps left over are in no window."""
+        """Write the row of a window at its last step. Steps left over belong to no window."""
         window = lax.min(lax.div(steps, self._window), jnp.int32(self.rows - 1))
         row = self.rows - 1 - window if self.reverse else window
         ends = lax.rem(steps, self._window) == self._window - 1
@@ -277,7 +277,7 @@ def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
 
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:
-    """Raise if a node of y that is more than its leaves would be summed leaf by leaf."""
+    """Raise if a node of y that is a unit, such as a TensorArray, would be summed leaf by leaf."""
     rest = iter(leaves)
     for path, node in tree_leaves_with_path(y, is_leaf=static_leaves.is_whole):
         own = [next(rest) for _ in jax.tree.leaves(node)]

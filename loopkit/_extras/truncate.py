@@ -25,7 +25,7 @@ from loopkit._tracing.run import run_scan
 from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
 
 FEW_ROWS = 4
-"""The most rows of residuals, for each kept carry, with which a block stores all its residuals."""
+"""A block stores all its residuals if they have at most this many rows for each kept carry."""
 
 
 class Blocks(NamedTuple):
@@ -65,7 +65,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
         return Blocks(carry, state.steps + info.steps, info.stopped), y, go
 
     head, tail = inputs.divided(count, truncate, spec.reverse)
-    # These are all settings of a block but its inputs.
+    # All settings of a block, but not the values of its inputs.
     of_inputs = truncate, inputs.tree, *inputs.axes
     of_ys = jax.tree.structure(out_axes), *jax.tree.leaves(out_axes)
     made_of = of_ys, inner, unroll, spec.checking, spec.finite, spec.carried.flags
@@ -79,7 +79,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
         predicate=(lambda state, _: state.stopped) if stopping else None,
         out_axes=block_axes(out_axes),
         budget=outer,
-        unroll=1,  # an iteration is a loop already: several would make a long program
+        unroll=1,  # each iteration holds a loop: several would make a long program
         progress=of_blocks,
         checking=False,
         finite=None,
@@ -97,7 +97,7 @@ def truncated(spec: LoopSpec, truncate: int | None) -> tuple[Any, Any, LoopInfo 
 
 
 def _shared(budget: Budget, count: int, truncate: int) -> tuple[Any, Any]:
-    """Return what the loop over blocks keeps, and what each block keeps."""
+    """Return the budget of the loop over blocks, and that of each block."""
     if isinstance(budget, Plan):
         advice = "Pass a number of carries, or `memory`, since each block is a loop of its own."
         expected, got = "cannot be a Plan together with `truncate`", f"truncate={truncate}"

@@ -1,11 +1,11 @@
-"""`unbounded_scan`: a scan that grows, outside jit, until it has seen enough.
+"""`unbounded_scan`: a scan outside jit that grows until its predicate holds.
 
 XLA must know how many rows the results have, but this loop may take any number of steps. So the
-loop runs in segments of a known length, each a compiled loop. Between two segments, it looks on the
-host whether to go on. The lengths grow geometrically, so that few programs are compiled.
+loop runs in segments of a known length, each a compiled loop. Between two segments, the host checks
+whether to go on. The lengths grow geometrically, so that few programs are compiled.
 
-A segment is a loop of the engine, with a predicate, which may stop it before its last row. The
-derivative of the whole is that of its segments, one after another.
+A segment is a loop of the engine, whose predicate may stop it before its last row. JAX
+differentiates the segments one after another.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def unbounded_scan(
                     break
             return carry, jnp.stack(ys)
 
-    This runs compiled segments of growing length, and looks between them whether to go on. Segments
-    with up to 64 kB of results and checkpoints run as one. Memory follows the steps taken. You can
-    apply `jax.grad`, `jax.jvp` and `jax.vmap`, in any order. Inside `jax.jit`, shapes must be
-    known: use `loopkit.scan` with `until` and a `length`.
+    This runs compiled segments of growing length, and checks between them whether to go on.
+    Segments with up to 64 kB of results and checkpoints run as one. Memory follows the steps taken.
+    You can apply `jax.grad`, `jax.jvp` and `jax.vmap`, in any order. Inside `jax.jit`, shapes must
+    be known: use `loopkit.scan` with `until` and a `length`.
 
     **Arguments:**
 
@@ -117,13 +117,13 @@ def unbounded_scan(
 
     **Raises:**
 
-    `TypeError` inside `jax.jit`, or if a function returns something of another structure or type
-    than it should; `ValueError` if an argument has a wrong value; `MemoryError` if the device has
-    no memory left for the forward pass, which also stores the checkpoints. That error says how many
-    steps were taken, and about how many would fit. A backward pass runs after this function has
-    returned. If memory runs out there, in the part that one segment computes again, the error is
-    JAX's own (RESOURCE_EXHAUSTED). Pass a smaller int for `checkpoints`, or a smaller `segment`
-    and `growth=1`.
+    `TypeError` inside `jax.jit`, or if a function returns something of the wrong structure or type;
+    `ValueError` if an argument has a wrong value; `MemoryError` if the device has no memory left
+    for the forward pass, which also stores the checkpoints. That error says how many steps were
+    taken, and about how many would fit. A backward pass runs after this function has returned. If
+    memory runs out there, in the part that one segment computes again, the error is JAX's own
+    (RESOURCE_EXHAUSTED). Pass a smaller int for `checkpoints`, or a smaller `segment` and
+    `growth=1`.
 
     !!! example
 
@@ -171,7 +171,7 @@ def _run(
     steps, stopped = on_device(0, np.int32), on_device(False, bool)
     closed_over, chunks, ys = traced.closed_over, [], []
     longest = size = 0
-    # A CPU keeps no account of memory in use, so it can be asked after memory has run out.
+    # For a CPU, this is the machine's whole memory, also after memory has run out.
     room = None if jax.default_backend() == "cpu" else memory_left(carry)
     try:
         for size, left, x in divided(xs, rows, sizes):

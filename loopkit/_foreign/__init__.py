@@ -1,1 +1,1 @@
-"""Replace the loops of lax by loopkit's, in code that you cannot edit."""
+"""Replace lax's loops with loopkit's, in code that you cannot edit."""

@@ -1,7 +1,7 @@
 """`checkpointed`: trace someone else's function, with its loops replaced.
 
-Equations that are bound one by one take microseconds each, in Python. So outside jit, a function is
-compiled as one program, if that gives the same results, and once for all its calls.
+Binding equations one by one in Python takes microseconds each. So outside jit, loopkit compiles the
+function as one program, once for all its calls, if that gives the same results.
 """
 
 from __future__ import annotations
@@ -72,22 +72,21 @@ def checkpointed(
         or without. It limits the temporary memory of the whole gradient, as predicted: what the
         loops save and need while they are reversed, and the values between them. A tenth of it is
         left to the compiler, if a plan is that small. The loops share it with the code between
-        them, parts of which run again in the gradient, so that it takes the least predicted time.
-        Loops with a budget of their own keep it, and loops that `fn` itself
-        differentiates keep their default. If the gradient needs more, taking it raises an error
-        that names the least budget that will do, and what takes most of it. A budget that is
-        predicted to be too small by less than eight times is compiled first, and refused only if
-        the compiler agrees.
+        them, and loopkit chooses what runs again so that the gradient takes the least predicted
+        time. Loops with a budget of their own keep it, and loops that `fn` itself differentiates
+        keep their default. If the gradient needs more, taking it raises an error that names the
+        least budget that will do, and what takes most of it. If it is predicted to need up to eight
+        times the budget, loopkit compiles it first, and raises only if the compiler agrees.
     - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
         predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice if
         the first plan fits, and a few times more, with smaller plans, if it does not. It raises the
-        error only if none fits. `fn` needs a
-        gradient in all its arguments, and `memory` must be one number of bytes.
+        error only if none fits. `fn` needs a gradient in all its arguments, and `memory` must be
+        one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
-        these, or None). If a function with a loop is called in two other loops,
-        `only` is called for each. If there are loops, it must choose one.
+        these, or None). If a function with a loop is called in two other loops, `only` is called
+        for each. If there are loops, it must choose at least one.
     - `strict`: True raises an error for a loop that loopkit cannot replace, unless `only` leaves
         it, and if `fn` has no loop. By default such a loop stays as it is, and `loopkit.explain`
         says why. False also allows an `only` that chooses no loop.
@@ -183,7 +182,7 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
 
 @ft.lru_cache(256)
 def _is_plain(tree: PyTree[Any]) -> bool:
-    """Return whether every tree that equals this one has the same nodes."""
+    """Return whether every tree that equals this one has nodes of the same types."""
     kind, keys = tree.node_data() or (tuple, ())
     known = kind in (tuple, list) or (kind is dict and all(type(k) is str for k in keys))
     return known and all(map(_is_plain, tree.children()))
@@ -204,7 +203,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     with replacing(settings):
         types = list(map(jax.typeof, kept(leaves, traced)))
         jaxpr, consts = _jax.trace(flat, types, name)
-    # Remove the results of loops that nobody uses, as JAX does for its own loops.
+    # Remove unused results of loops, as JAX does for its own loops.
     jaxpr, _ = _jax.dce(jaxpr, [True] * len(jaxpr.out_avals), [True] * len(jaxpr.in_avals))
     jaxpr = ready_to_transpose(jaxpr)
     found = list(equations.all_equations(jaxpr))
@@ -223,7 +222,7 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
 
 
 def _check_found(settings: Settings, has_loops: bool) -> None:
-    """Raise if there is no loop to replace, and there has to be one."""
+    """Raise if `only` or `strict` requires a loop to replace, and there is none."""
     if has_loops:
         settings.check_chosen()
     elif settings.strict:
@@ -235,21 +234,21 @@ class Program(NamedTuple):
     """A function of arrays, traced, with its loops replaced."""
 
     jaxpr: Any
-    """The traced function; None if nobody needs to run it."""
+    """The traced function; None if it need not run."""
     closed_over: list
     out_tree: Any
     kept: list
-    """The leaves that the function returns as they are; None in the place of an array."""
+    """The results that are not JAX arrays; None in the place of each that is."""
     changed: bool
     """Whether it has loops, or code that runs again in its gradient."""
     has_rules: bool
     """Whether it calls functions with custom derivatives, which may hold loops."""
     known: bool
-    """Whether programs with the same equations are this very one."""
+    """Whether all programs with the same equations share this jaxpr."""
 
     @property
     def to_keep(self) -> Program:
-        """The program to remember; of a function without loops, only that it has none."""
+        """The program to remember: of a function without loops, only that it has none."""
         differentiated = self.has_rules and any(map(_jax.is_tracer, self.closed_over))
         if self.changed or differentiated:
             return self
@@ -274,9 +273,9 @@ def _compiled(jaxpr: _jax.Jaxpr) -> Callable:
 
 @ft.lru_cache(256)
 def is_pure(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether the program does the same if it is compiled as a whole.
+    """Return whether compiling the program as a whole does not change what it does.
 
-    Then it has no effects, donates nothing, and is all on one device.
+    Such a program has no effects, donates nothing, and moves nothing to other devices or the host.
     """
     for eqn in equations.all_equations(jaxpr):
         budget = getattr(eqn.params.get("loop"), "checkpoints", None)

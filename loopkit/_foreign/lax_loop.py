@@ -1,4 +1,4 @@
-"""A loop of lax, as it was written and where it stands, and loopkit's loop in its place."""
+"""A loop of lax, its place in the program, and the loopkit loop that replaces it."""
 
 from __future__ import annotations
 
@@ -103,19 +103,19 @@ def asked(only: Callable[[LoopSite], Any] | None) -> Asked:
     """Return the record of what `only` has answered."""
     try:
         return Asked() if only is None else _asked.setdefault(only, Asked())
-    except TypeError:  # nobody can refer to it weakly
+    except TypeError:  # it does not support weak references
         return Asked()
 
 
 @dataclass(eq=False)
 class Notes:
-    """The loops that were left while somebody listened, each once."""
+    """The loops that were left to lax while these notes were taken, each once."""
 
     left: dict[LeftLoop, None] = field(default_factory=dict)
 
 
 def left_within(trace: Callable[[], Any]) -> tuple[LeftLoop, ...]:
-    """Return the loops that `trace()` leaves. JAX traces all functions in it anew."""
+    """Return the loops that `trace()` leaves to lax. JAX retraces all functions in it."""
     notes = Notes()
     with _jax.noting(notes):
         trace()
@@ -165,7 +165,7 @@ class Settings:
 
     @property
     def asks_where(self) -> bool:
-        """Whether a setting depends on the loops around a loop, or somebody notes them."""
+        """Whether a setting depends on the loops around a loop, or loops left to lax are noted."""
         flat = self.lanes == "flatten"
         return self.only is not None or flat or _jax.noting.value is not None
 
@@ -199,7 +199,7 @@ class Settings:
 
 
 class LaxLoop(NamedTuple):
-    """The operands of a loop of lax, sorted."""
+    """A loop of lax, with its operands sorted by role."""
 
     kind: Literal["scan", "while_loop"]
     cond: Any
@@ -238,7 +238,7 @@ class LaxLoop(NamedTuple):
         return ""
 
     def run(self, settings: Settings) -> list:
-        """Return the results of the loop, which loopkit computes."""
+        """Run the loop with loopkit, and return its results."""
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         budget = settings.budget
         if self.kind == "while_loop":

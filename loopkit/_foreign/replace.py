@@ -1,9 +1,9 @@
-"""`replace_lax_loops`: replace the loops of lax by loopkit's, in code that you cannot edit.
+"""`replace_lax_loops`: replace lax's loops with loopkit's, in code that you cannot edit.
 
 `jax.lax.scan`, `while_loop` and `fori_loop` all bind one of two primitives. While a thread is
 inside the context, binding one of them runs loopkit's loop instead. So it does not matter when, or
 by which name, a library imported the function that it calls. The context is part of the key of
-JAX's caches: `jit` traces a function again inside the context, and does not use that outside.
+JAX's caches: `jit` traces a function again inside the context, and does not use that trace outside.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ DIVERTED = {
     _jax.lax_while_p: ft.partial(_diverted, lax_loop.while_loop),
     _jax.hi_primitive_p: _refused,
 }
-"""The function that makes another `bind`, for each primitive that a loop of lax binds."""
+"""For each primitive that a loop of lax binds, the function that makes its other `bind`."""
 
 
 def _within(param: Any, settings: Settings) -> Any:

@@ -1,8 +1,8 @@
-"""The only door to JAX's semi-public interfaces.
+"""The only folder that uses JAX's semi-public interfaces.
 
-Everything in this folder works on jax 0.10.2 and on the newest release; where the two differ, the
-difference is absorbed here. A `Jaxpr` is always closed and has no constants: what a function closes
-over has become leading arguments.
+Everything here works on jax 0.10.2 and on the newest release, and hides their differences. A
+`Jaxpr` is always closed and has no constants: values that a function closes over have become
+leading arguments.
 """
 
 from jax._src.array import ArrayImpl

@@ -1,4 +1,4 @@
-"""The types of values and of JAX's own objects, and what is known of tracers."""
+"""The types of values and of JAX's own objects, and facts about tracers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ same_type = core.typematch
 
 
 def asked_for(cts: Sequence[Any], operands: Sequence[Any]) -> list:
-    """Return for a transpose the cotangents of the last operands, as far as they are asked for."""
+    """Return a transpose's cotangents of all operands, given the last ones; None if not needed."""
     cts = [*[None] * (len(operands) - len(cts)), *cts]
     return [ct if is_undefined(v) else None for ct, v in zip(cts, operands, strict=True)]
 
@@ -42,7 +42,7 @@ def stack_type(aval: ShapedArray, size: int, axis: int = 0) -> ShapedArray:
 
 
 def stack_types(avals: Sequence[ShapedArray], size: int | None) -> list[ShapedArray]:
-    """Return the types, with a leading axis of this size if there is one."""
+    """Return the types with a leading axis of this size; unchanged if it is None."""
     return [t if size is None else stack_type(t, size) for t in avals]
 
 
@@ -52,7 +52,7 @@ def slice_type(aval: ShapedArray, axis: int = 0) -> ShapedArray:
 
 
 def zeros(aval: ShapedArray) -> jax.Array:
-    """Zeros of a type, its varying manual axes included; for PRNG keys, keys of zero bits."""
+    """Return zeros of a type, with its varying manual axes; for PRNG keys, keys of zero bits."""
     if is_spread(aval) and jax.sharding.get_abstract_mesh().empty:
         with jax.sharding.use_abstract_mesh(aval.sharding.mesh):  # else the layout is dropped
             return zeros(aval)
@@ -75,7 +75,7 @@ def is_spread(aval: ShapedArray) -> bool:
 
 
 def on_devices(aval: ShapedArray) -> Any:
-    """Return the type with the devices of its mesh, which a type alone lacks, to compile for it."""
+    """Return the type with real devices in its mesh, so that a program can be compiled for it."""
     if not is_spread(aval) or not jax.sharding.get_abstract_mesh().empty:
         return aval
     mesh = aval.sharding.mesh
@@ -87,15 +87,15 @@ def on_devices(aval: ShapedArray) -> Any:
 
 
 def vary_like(value: Any, avals: Sequence[ShapedArray]) -> Any:
-    """`value` made to vary over every manual axis over which one of `avals` does."""
+    """Return `value`, made to vary over every manual axis over which one of `avals` does."""
     axes = frozenset().union(*map(varying, avals)) - varying(jax.typeof(value))
     return core.pvary(value, tuple(sorted(axes))) if axes else value
 
 
 def barrier(values: PyTree[Any]) -> Any:
-    """`lax.optimization_barrier` of a tree of values, whose types stay as they are.
+    """Return a tree of values behind `lax.optimization_barrier`, with unchanged types.
 
-    On jax 0.10 a single one makes all of them vary over what one of them does.
+    On jax 0.10 a single barrier makes all values vary over each axis over which one of them does.
     """
     leaves, tree = jax.tree.flatten(values)
     axes = [varying(jax.typeof(v)) for v in leaves]
@@ -108,7 +108,7 @@ def barrier(values: PyTree[Any]) -> Any:
 
 
 def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
-    """`aval`, varying over every manual axis over which one of `avals` does."""
+    """Return `aval`, varying over every manual axis over which one of `avals` does."""
     for other in avals:
         if varying(other) - varying(aval):
             if aval.sharding.mesh.empty:
@@ -121,8 +121,8 @@ def type_like(aval: ShapedArray, avals: Sequence[ShapedArray]) -> ShapedArray:
 
 
 def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a value in the shape of another, laid out over devices as that is, if its type says
-    so."""
+    """Return a value in the shape of another, and in its layout over devices if its type has
+    one."""
     aval = jax.typeof(like)
     made = jnp.broadcast_to(value, aval.shape)
     return jax.sharding.reshard(made, aval.sharding) if is_spread(aval) else made
@@ -131,7 +131,7 @@ def broadcast_like(value: jax.Array, like: jax.Array) -> jax.Array:
 def move(
     value: jax.typing.ArrayLike, source: int | None, target: int | None, size: int, over: Any = None
 ) -> Any:
-    """Return `value` with its batch axis moved or added, over a mesh axis if types say so."""
+    """Return `value` with its batch axis moved, or added (over the mesh axis `over`, if any)."""
     if target is None:
         assert source is None, "a batched operand of a leaf that is not batched"
         return value
@@ -145,9 +145,9 @@ def move(
 
 
 def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
-    """Return the type of parts of an array, laid out as that is along axes of which they have all.
+    """Return the type of a part of an array, laid out like the array along axes that it has whole.
 
-    `shape`: of the parts, behind other axes.
+    `shape` is that of the part, perhaps with more leading axes.
     """
     part, more = ShapedArray(shape, aval.dtype), len(shape) - aval.ndim
     if not is_spread(aval):
@@ -159,8 +159,7 @@ def type_of_part(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
 
 
 def gathered(value: jax.Array, axes: int) -> jax.Array:
-    """Return a value of which every device has all along its first axes, if its type says it has
-    not."""
+    """Return a value that is not divided between devices along its first `axes` axes."""
     aval = jax.typeof(value)
     spec = jax.sharding.PartitionSpec(*[None] * axes, *aval.sharding.spec[axes:])
     return (
@@ -188,7 +187,7 @@ def of_shape(aval: ShapedArray, shape: tuple[int, ...]) -> ShapedArray:
 
 
 SYMBOLIC = 16
-"""The assumed size of an axis of symbolic size (jax.export), for estimates of bytes and steps."""
+"""The assumed size of an axis of symbolic size (jax.export), in estimates of bytes and times."""
 
 
 def elements(aval: ShapedArray) -> int:
@@ -209,14 +208,14 @@ def is_tracer(value: object) -> bool:
 
 
 def innermost(value: Any) -> Any:
-    """Return the value below the tracers of `jax.vmap` and of derivatives, with all of its rows."""
+    """Return the value below the tracers of `jax.vmap` and of derivatives, batch axes included."""
     while isinstance(value, (batching.BatchTracer, ad.JVPTracer, ad.LinearizeTracer)):
         value = value.val if isinstance(value, batching.BatchTracer) else value.primal
     return value
 
 
 def known(value: Any) -> Any:
-    """Return a value that is no tracer, or that a tracer is known to stand for; else None."""
+    """Return a value, or the literal that a tracer stands for; None if it is not known."""
     if is_tracer(value):
         value = getattr(value, "val", None)
         return value.val if isinstance(value, Literal) else None
@@ -224,9 +223,9 @@ def known(value: Any) -> Any:
 
 
 def origin(tracer: object) -> Any:
-    """Return what `jit` knows of a tracer: its value, or the equation that makes it, or None.
+    """Return the value of a tracer of `jit`, or the equation that makes it, or None.
 
-    That is an equation whose operands are tracers, and which of its results the tracer is.
+    The equation has tracers as operands, and comes with the index of the tracer in its results.
     """
     if not isinstance(tracer, pe.DynamicJaxprTracer):
         return None
@@ -246,7 +245,7 @@ def as_array(value: object) -> Any:
 
 
 def as_type(value: Any, aval: ShapedArray) -> Any:
-    """Return a value in the type that a loop carries, which no longer is weak, or varies more."""
+    """Return a value in the type that a loop carries, which may not be weak, or may vary more."""
     have = jax.typeof(value)
     if have.dtype != aval.dtype or (have.weak_type and not aval.weak_type):
         value = jax.lax.convert_element_type(value, aval.dtype)
@@ -254,7 +253,7 @@ def as_type(value: Any, aval: ShapedArray) -> Any:
 
 
 def weak_as(value: Any, aval: ShapedArray) -> Any:
-    """Return a value of weak type, if that is: what is computed with it then has its own type."""
+    """Return a value with a weak type if `aval` is weak, so that it promotes no other type."""
     how = {"new_dtype": aval.dtype, "weak_type": True, "sharding": None}
     return jax.lax.convert_element_type_p.bind(value, **how) if aval.weak_type else value
 
@@ -266,7 +265,7 @@ def same_trace(a: object, b: object) -> bool:
 
 
 def put_beside(rows: np.ndarray[Any, Any] | jax.Array, other: jax.Array) -> jax.Array:
-    """Rows on the device of another array: `jax.device_put` in a third of the time."""
+    """Put rows on the device of another array, in a third of the time of `jax.device_put`."""
     aval = of_shape(jax.typeof(other), rows.shape)
     where = other.sharding, [rows], [other.device], other.committed
     with config.explicit_device_put_scope():
@@ -274,7 +273,7 @@ def put_beside(rows: np.ndarray[Any, Any] | jax.Array, other: jax.Array) -> jax.
 
 
 def known_on(meshes: Sequence[Any], values: list) -> list:
-    """Return the values, laid out anyhow over the mesh: what loops name is hidden from
+    """Return the values, with a layout left open on a mesh that loops name inside, to show it to
     `jax.jit`."""
     if not meshes or not values or not jax.sharding.get_abstract_mesh().empty:
         return values
@@ -284,7 +283,7 @@ def known_on(meshes: Sequence[Any], values: list) -> list:
 
 
 AxisData: Alias = batching.AxisData
-"""The axis that a rule for `jax.vmap` is given."""
+"""The axis that a rule for `jax.vmap` gets."""
 LoweringContext: Alias = mlir.LoweringRuleContext
 Primitive: Alias = core.Primitive
 TreeDef: Alias = pytree.PyTreeDef
@@ -293,7 +292,7 @@ Whole: Alias = int | Int[Array, ""]
 
 
 class Atom(Protocol):
-    """A variable or a literal that an equation reads. JAX says less of its type than is known."""
+    """A variable or a literal that an equation reads, with a narrower type than JAX declares."""
 
     @property
     def aval(self) -> ShapedArray: ...

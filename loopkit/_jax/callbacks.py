@@ -1,4 +1,4 @@
-"""Calls of the host from within a loop, each made as often as the program comes by."""
+"""Calls of the host from within a loop, made each time that the program reaches them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax._src.lib.mlir.dialects import hlo
 from loopkit._jax.avals import ShapedArray, type_like
 
 tell_p = core.Primitive("loopkit_tell")
-"""It is bound where a loop is lowered, and left to compilers, which keep what has a side effect.
-To JAX it has none: a loop that nobody uses is left out, whether it shows how far it is or not."""
+"""A primitive that is bound where a loop is lowered. Compilers keep it, because it has a side
+effect. To JAX it has none, so that an unused loop is removed even if it shows its progress."""
 tell_p.multiple_results = True
 SCALAR = ShapedArray((), jnp.dtype("int32"))
 
@@ -23,8 +23,8 @@ SCALAR = ShapedArray((), jnp.dtype("int32"))
 def tell(host: Callable, values: Sequence[Any], results: int) -> list:
     """Call `host(site, device, *values)`, and return its results, `results` numbers of type int32.
 
-    `site`: an object, the same wherever the same program calls in the same place. `device`: the
-    number of that which calls, where each runs the program for itself, else 0.
+    `site` is an object that is the same in every call from one place in a compiled program.
+    `device` is the number of the calling device if each device runs its own program, else 0.
     """
     return tell_p.bind(*values, host=host, results=results)
 
@@ -51,7 +51,7 @@ def _lower(ctx: Any, *operands: Any, host: Callable, results: int) -> Any:
 
 
 def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-    """One call for all lanes."""
+    """Call once for all lanes, with the largest values."""
     pairs = zip(args, dims, strict=True)
     outs = tell_p.bind(*(a if d is None else a.max(d) for a, d in pairs), **params)
     return outs, [None] * len(outs)

@@ -1,4 +1,4 @@
-"""Checks at run time that other libraries put into programs, and the rules that make some."""
+"""Run-time checks of other libraries, in programs and in the rules of custom derivatives."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ checkify_p = checkify.check_p
 
 
 def bind_check(eqn: Equation, values: Sequence[Any], condition: Any) -> list:
-    """Bind a check of checkify, which fails only under a condition."""
+    """Bind a check of checkify so that it fails only under a condition."""
     error = jax.tree.unflatten(eqn.params["err_tree"], values)
     some = {kind: failed & condition for kind, failed in error._pred.items()}
     return bind_equation(eqn, jax.tree.leaves(error._replace(_pred=some)))
 
 
 def bind_custom(eqn: Equation, values: Sequence[Any], extra: Any, run: Callable) -> list:
-    """Bind a call with a custom derivative; it and its rule are `run(jaxpr, values, extra)`.
+    """Bind a call with a custom derivative; `run(jaxpr, values, extra)` evaluates it and its rule.
 
-    The value `extra` becomes the first constant of the call. JAX hands constants to no rule, so
-    the new rule takes it off, and calls the old one with it.
+    The value `extra` becomes the first constant of the call. JAX passes constants to no rule, so
+    the new rule takes `extra` off, and runs the jaxpr of the old rule with it.
     """
     old = eqn.params["call_jaxpr"]
     types = [jax.typeof(extra), *old.in_avals]
@@ -61,7 +61,7 @@ def _bound(eqn: Equation) -> tuple[Sequence[Any], dict]:
 
 
 def _running(run: Callable, extra: Any, jaxpr: Any, consts: Sequence[Any], *rest: Any) -> tuple:
-    """Return what a rule returns, with another jaxpr, which closes over `extra` too."""
+    """Return the results of a rule, with its jaxpr evaluated by `run` and closing over `extra`."""
     j = open_jaxpr(jaxpr)
     again = lambda *values: run(j, [*consts, *values], extra)
     made, held = trace(again, [v.aval for v in j.invars], "rule")

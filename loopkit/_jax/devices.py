@@ -15,7 +15,7 @@ def default_device() -> Any:
 
 
 def traced_for() -> tuple[str, str]:
-    """Return the platform and the kind of the device that code is traced for: that of the mesh that
-    is set, or else the default device."""
+    """Return the platform and the kind of the device that code is traced for: that of the current
+    mesh, or else the default device."""
     device: Any = jax.sharding.get_abstract_mesh().abstract_device or default_device()
     return device.platform, device.device_kind

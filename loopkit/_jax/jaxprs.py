@@ -1,4 +1,4 @@
-"""Programs as JAX traces them: made, cut, derived and batched, with references or without."""
+"""Jaxprs: tracing, pruning, differentiating and batching them, with or without references."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COMPARED = (
     UnspecifiedValue,
     *([pe.__dict__["ft"].FlatTree] if jax.__version_info__ >= (0, 11) else []),
 )
-"""Types of parameters that never change, and are equal only if they mean the same."""
+"""Types of immutable parameters that are equal only if they mean the same."""
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
@@ -61,9 +61,9 @@ def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
 
 
 def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr, list]:
-    """Return the jaxpr of `fun(*values) -> list`, and what it closes over (the first arguments)."""
+    """Return the jaxpr of `fun(*values) -> list`, and closed-over values, its first arguments."""
     try:
-        # A method is looked at as a function, which takes half the time.
+        # Inspecting the function of a method takes half the time.
         info = debug_info(name, getattr(fun, "__func__", fun), tuple(avals), {})
     except (TypeError, ValueError):
         info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
@@ -75,9 +75,9 @@ def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr
 
 @contextlib.contextmanager
 def naming_axes(avals: Sequence[ShapedArray]) -> Generator[None]:
-    """Trace as inside the `jax.shard_map` over whose axes values of these types vary.
+    """Trace as if inside the `jax.shard_map` over whose axes values of these types vary.
 
-    Parts of a program are traced again outside of it.
+    loopkit traces parts of a program again, outside of it.
     """
     of = next((t for t in avals if varying(t) - core.get_axis_env().axis_sizes.keys()), None)
     if of is None:
@@ -90,7 +90,7 @@ def naming_axes(avals: Sequence[ShapedArray]) -> Generator[None]:
 
 
 def without_constants(jaxpr: Any) -> Jaxpr:
-    """Return a jaxpr whose first arguments are what it closes over."""
+    """Return a jaxpr with its constants turned into its first arguments."""
     opened: Any = open_jaxpr(jaxpr)
     return pe.close_jaxpr(pe.convert_constvars_jaxpr(opened))
 
@@ -102,7 +102,7 @@ def is_tracing() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """An array that a rule for derivatives makes, part of a program."""
+    """An array in a program, which a rule for derivatives makes."""
 
     value: Any
 
@@ -117,8 +117,7 @@ mlir.register_lowering(
 
 
 def trace_closed(fun: Callable, avals: Sequence[ShapedArray], name: str) -> Jaxpr:
-    """Return the jaxpr of a function that closes over no tracers; arrays it makes are constants of
-    it."""
+    """Return the jaxpr of a function that closes over no tracers, with arrays as constants."""
     jaxpr, made = trace(fun, avals, name)
     if not made:
         return jaxpr
@@ -152,8 +151,7 @@ def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
 
 
 def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any], keep: Sequence[bool]) -> Jaxpr:
-    """Return a jaxpr that returns other variables of its own, without the equations these do not
-    need."""
+    """Return a jaxpr with other variables as outputs, without equations that these do not need."""
     j = open_jaxpr(jaxpr)
     other = j.replace(outvars=list(outputs), debug_info=j.debug_info.with_unknown_names())
     return dce(other, [True] * len(outputs), keep)[0]
@@ -171,20 +169,20 @@ def with_equations(jaxpr: OpenJaxpr, eqns: Sequence[Equation], **changes: Any) -
 def new_equation(
     eqn: Equation, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: dict
 ) -> Any:
-    """`eqn` with another primitive, operands and results; its source and context are kept."""
+    """Return an equation with another primitive, operands and results, in the context of `eqn`."""
     _, effects = primitive.abstract_eval(*[v.aval for v in invars], **params)
     return pe.new_jaxpr_eqn(invars, outvars, primitive, params, effects, eqn.source_info, eqn.ctx)
 
 
 def is_laid_out(eqn: Equation) -> bool:
-    """Return whether a call says where its operands or results lie, or takes their memory."""
+    """Return whether a call fixes the sharding of operands or results, or donates operands."""
     named = (s for key in ("in_shardings", "out_shardings") for s in eqn.params.get(key, ()))
     placed = any(not isinstance(s, UnspecifiedValue) for s in named)
     return placed or any(eqn.params.get("donated_invars", ()))
 
 
 def like(v: Any) -> Any:
-    """A new variable of the same type; what is not used stays so."""
+    """Return a new variable of the same type; a dropped result stays dropped."""
     return v if isinstance(v, core.DropVar) else core.Var(v.aval)
 
 
@@ -194,7 +192,7 @@ def is_dropped(v: Any) -> bool:
 
 
 def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> Jaxpr:
-    """Return the jaxpr with its inputs in another order and some of its outputs."""
+    """Return the jaxpr with the inputs and outputs at these indices, in this order."""
     j = open_jaxpr(jaxpr)
     invars, outvars = [j.invars[i] for i in inputs], [j.outvars[i] for i in outputs]
     info = j.debug_info.with_unknown_names()
@@ -202,7 +200,7 @@ def rearranged(jaxpr: Jaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> J
 
 
 def jvp_jaxpr(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """(inputs, nonzero tangents) -> (outputs, nonzero tangents), and which outputs have those."""
+    """Return the JVP of a jaxpr, without zero tangents, and which outputs have tangents."""
     with scan_as_primitive():
         dual, moved = ad.jvp_jaxpr(jaxpr, list(nonzero), False)
     return dual, list(moved)
@@ -219,7 +217,7 @@ def batch_jaxpr(
     in_axes: Sequence[int | None],
     out_axes: Sequence[int | str | None],
 ) -> tuple[Jaxpr, list[bool]]:
-    """vmap of a jaxpr; an output axis "free" is 0 where batched, else unbatched."""
+    """Return a batched jaxpr, and which outputs have the axis; "free" ones only if they need it."""
     free = batching.zero_if_mapped
     places = tuple(free if a == "free" else a for a in out_axes)
     batched, flags = batching.batch_jaxpr_axes(jaxpr, axis, tuple(in_axes), places)
@@ -231,7 +229,7 @@ def batch_jaxpr(
 def batched_call(
     fun: Callable, axis: AxisData, args: Sequence[Any], dims: Sequence[Any]
 ) -> tuple[list, list]:
-    """vmap of `fun(*values) -> list`, as a primitive's rule: results, and where they have it."""
+    """Return the results of `jax.vmap` of `fun(*values) -> list`, and their batch axes."""
     pairs = zip(map(jax.typeof, args), dims, strict=True)
     types = [t if d is None else slice_type(t, d) for t, d in pairs]
     jaxpr, closed_over = trace(fun, types, "batched")
@@ -241,8 +239,7 @@ def batched_call(
 
 
 def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
-    """Return the results of an equation on other operands, in the context that it was written
-    in."""
+    """Return the results of an equation for other operands, in its own context."""
     found = eqn.primitive.get_bind_params(eqn.params)
     subfuns, params = found if isinstance(found, tuple) else ([], found)
     with context_of(eqn):
@@ -252,15 +249,14 @@ def bind_equation(eqn: Equation, values: Sequence[Any]) -> list:
 
 @contextlib.contextmanager
 def context_of(eqn: Equation) -> Any:
-    """Return the context in which an equation was written, for whatever takes its place."""
+    """Enter the context in which an equation was written, for whatever takes its place."""
     names = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 
 def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
-    """Return a call with a custom derivative, whose rules run as `within(rule)`; any other
-    equation."""
+    """Return a call with its rules for derivatives run as `within(rule)`; others are unchanged."""
     if eqn.primitive is hi_primitive_p:
         return eqn.replace(params={"_prim": with_rules(eqn.params["_prim"], within)})
     rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
@@ -296,12 +292,12 @@ def free_axes(effects: Iterable[Any]) -> list[str]:
 
 
 def check_effects(effects: Iterable[Any]) -> list[Any]:
-    """Return the effects that a loop cannot carry."""
+    """Return the effects that a loop must not have."""
     return list(effects_.control_flow_allowed_effects.filter_not_in(effects))
 
 
 def jvp_in_moving(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
-    """`jax.jvp` of `fun(*primals) -> list`, with symbolic zeros among all tangents, or None."""
+    """Return `jax.jvp` of `fun(*primals) -> list`. Tangents may be None, results symbolic zeros."""
     with core.take_current_trace() as around, source_info.transform_name_stack("jvp"):
         trace = ad.JVPTrace(around, core.TraceTag())
         pairs = zip(primals, tangents, strict=True)
@@ -325,17 +321,17 @@ def is_reference(value: object) -> bool:
 
 
 def type_in(reference: Any) -> ShapedArray:
-    """Return the type of what it holds."""
+    """Return the type of the value that a reference holds."""
     return core.typeof(reference).inner_aval
 
 
 def has_references(jaxpr: Jaxpr) -> bool:
-    """Return whether it makes, reads or writes references."""
+    """Return whether a jaxpr makes, reads or writes references."""
     return any(isinstance(e, _EFFECTS) for e in jaxpr.effects)
 
 
 def of_values(jaxpr: Jaxpr) -> Jaxpr:
-    """Turn references into values: they are operands, and their final values follow the results."""
+    """Replace references by values: they are operands, and final values follow the results."""
     try:
         return discharge_state(jaxpr)
     except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""The loops of lax, and what takes their place."""
+"""The loops of lax, and how others replace them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCAN_KEEPS_RULES = jax.__version_info__ >= (0, 12)
 replacing = jax.make_user_context(None)
 """The replacement for lax's loops in this thread, or None. It is part of every cache's key."""
 noting = jax.make_user_context(None)
-"""Who wants to know of the loops that this thread leaves to lax, or None. It is part of every
+"""An object that notes the loops that this thread leaves to lax, or None. It is part of every
 cache's key too."""
 _lower = mlir.lower_jaxpr_to_module
 
@@ -35,7 +35,7 @@ def _lower_as_written(*args: Any, **kwargs: Any) -> Any:
 
 
 def trace_bodies_within(context: Callable | None) -> None:
-    """Have lax trace the functions of a loop within `context(kind, carry types, length)`."""
+    """Make lax trace the functions of a loop within `context(kind, carry types, length)`."""
 
     def trace_to_jaxpr(fun: Callable[..., Any], avals: Any, *rest: Any, **params: Any) -> Any:
         trace, caller = ft.partial(pe.trace_to_jaxpr, fun, avals, *rest, **params), sys._getframe(2)
@@ -51,8 +51,8 @@ def trace_bodies_within(context: Callable | None) -> None:
 
 
 def is_settled() -> bool:
-    """Return whether the loop that is being bound is one of this library's own, or what a rule of
-    lax's makes of another loop: nobody wrote it."""
+    """Return whether no user wrote the loop that is being bound: it is one of this library's own,
+    or a rule of lax made it from another loop."""
     frame: Any = sys._getframe(1)
     while (code := frame.f_code).co_filename.endswith(MACHINERY):
         derived = code.co_name.startswith(("_scan", "_while")) or code.co_name == "tangent_fun"
@@ -73,13 +73,12 @@ def with_steps(params: dict[str, Any], body: Jaxpr) -> dict[str, Any]:
 
 
 def lower_as_written(on: bool) -> None:
-    """Lower programs without replacing loops: what a scan is lowered to is a while loop of lax."""
+    """Set whether lowering leaves loops as they are: lax lowers a scan through a while loop."""
     mlir.lower_jaxpr_to_module = _lower_as_written if on else _lower
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of operands of a lax scan that are constants, and that are the initial
-    carry."""
+    """Return how many operands of a lax scan are constants, and how many are the initial carry."""
     if "ft_in" in params:  # since jax 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)

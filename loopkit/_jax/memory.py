@@ -1,4 +1,4 @@
-"""Memory: values on the device or the host, and memory that is used without being filled."""
+"""Memory: values on the device or the host, and arrays that are not initialised."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_on_host(aval: ShapedArray | None) -> bool:
 
 
 def placed(value: jax.Array, aval: ShapedArray | None = None) -> Any:
-    """`value` in the memory that the type says, the device's if there is none."""
+    """Return `value` in the memory that the type names, or on the device if there is no type."""
     host, here = is_on_host(aval), is_on_host(jax.typeof(value))
     if isinstance(value, jax.Array) and not is_tracer(value):
         # Outside jit a primitive returns values on the device, whatever their types say.
@@ -52,9 +52,10 @@ def placed(value: jax.Array, aval: ShapedArray | None = None) -> Any:
 
 
 def named_on_host(value: jax.Array) -> Any:
-    """Return a value of the host's memory, with an equation that says so, where JAX looks for one.
+    """Return a value in the host's memory with an equation that names this memory.
 
-    Without any, it has a program return it in the device's memory, whatever its type.
+    Without such an equation, JAX makes a program return the value in the device's memory, whatever
+    its type.
     """
     if is_tracer(value) and is_on_host(jax.typeof(value)):
         return jax.device_put(value, jax.memory.Space.Host)
@@ -62,35 +63,34 @@ def named_on_host(value: jax.Array) -> Any:
 
 
 def blank(aval: ShapedArray, after: Any = 0) -> jax.Array:
-    """Return an array whose elements are written before they are read.
+    """Return an array that is not initialised: write each element before you read it.
 
-    Its memory is taken as it is found, so that what is never written costs no time; on a CPU, no
-    memory either. There, XLA takes memory as soon as it can: here, when it has `after`, which
-    `moment` returns.
+    Elements that are never written cost no time, and no memory on a CPU. XLA for CPUs allocates an
+    array as soon as it can: this one once it has `after`, which `moment` returns.
     """
     return _made(aval, after, None, True)
 
 
 def written(aval: ShapedArray, after: Any, fill: int = 0) -> jax.Array:
-    """Return an array all of whose elements are written before they are read.
+    """Return an array like `blank`, all of whose elements will be written.
 
-    On a CPU it is blank. Compilers for other devices get one that is filled: they do more with it.
-    Of arrays that are filled with the same number, they may make one, and copy it.
+    On a CPU it is blank. Compilers for other devices get a filled array, which they optimise
+    better. If several arrays are filled with the same number, they may make one, and copy it.
     """
     return _made(aval, after, fill, True)
 
 
 def zeros_after(aval: ShapedArray, after: Any) -> jax.Array:
-    """Return zeros; if they take much memory, they are made when there is `after`."""
+    """Return zeros; if they take much memory, they are made only once `after` is there."""
     return _made(aval, after, 0, False) if byte_count(aval) > LITTLE else zeros(aval)
 
 
 LITTLE = 1 << 12
-"""Bytes that are zeros from the beginning of a program."""
+"""The most bytes of an array of zeros that may exist from the beginning of a program."""
 
 
 def moment(arrays: Sequence[Any]) -> Any:
-    """Return a zero of which XLA for CPUs does not know that it is one before it has the arrays."""
+    """Return a zero that XLA for CPUs cannot compute before it has the arrays."""
     some = list(filter(_has_a_number, arrays))
     some = some if len(some) <= AWAITED else [*some[: AWAITED // 2], *some[-AWAITED // 2 :]]
     return moment_p.bind(*some) if some else 0
@@ -101,7 +101,7 @@ AWAITED = 4
 
 
 def _has_a_number(value: Any) -> bool:
-    """Return whether a value of a trace has a number to read, on the only device there is."""
+    """Return whether a traced value has a number to read, on a single device."""
     if not is_tracer(value) or not jnp.issubdtype(value.dtype, jnp.number):
         return False
     known = all(isinstance(n, int) and n for n in value.shape)
@@ -110,8 +110,8 @@ def _has_a_number(value: Any) -> bool:
 
 
 def _made(aval: ShapedArray, after: Any, fill: int | None, found: bool) -> jax.Array:
-    """Return an array that is filled, with 0 by default, where memory is not left as `found`."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes  # which zeros take on
+    """Return an array that is filled with `fill` or 0, unless its memory may be left as `found`."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes  # zeros take these on
     laid_out = is_spread(aval) or bool(varying(aval) or explicit)
     known_size = all(isinstance(n, int) for n in aval.shape)
     if laid_out or not known_size or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -122,7 +122,7 @@ def _made(aval: ShapedArray, after: Any, fill: int | None, found: bool) -> jax.A
 
 
 def blank_on_host(aval: ShapedArray) -> jax.Array:
-    """Make blank memory on the host. Compilers make zeros on the device, and may then move them."""
+    """Return a blank array on the host. Compilers make zeros on the device, and may move them."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return placed(zeros(on_device(aval)), aval)
     made = blank_p.bind(
@@ -132,7 +132,7 @@ def blank_on_host(aval: ShapedArray) -> jax.Array:
 
 
 filled = jax.make_user_context(False)
-"""Whether blank arrays are filled with zeros, part of every cache's key."""
+"""Whether blank arrays are filled with zeros. It is part of every cache's key."""
 
 blank_p = core.Primitive("loopkit_blank")
 blank_p.def_impl(lambda _, shape, dtype, **__: ad.zeros_like_aval(ShapedArray(shape, dtype)))
@@ -149,7 +149,7 @@ def _no_tangent(value: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def looks_for_nans() -> bool:
-    """Return whether all that a program returns is read, what was never written included."""
+    """Return whether JAX checks whole results for NaNs, elements included that nobody wrote."""
     return config.debug_nans.value or config.debug_infs.value
 
 
@@ -177,7 +177,7 @@ def _lower_moment(ctx: LoweringContext, *arrays: Any) -> Any:
 
 
 def _when_there(*arrays: jax.Array) -> jax.Array:
-    """Return whether a number of any array is both 0 and 1."""
+    """Return whether the first number of any array is both 0 and 1: never."""
     never = []
     for array in arrays:
         number = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
@@ -191,8 +191,8 @@ def _lower_no_moment(ctx: LoweringContext, *arrays: Any) -> Any:
 
 
 def _is_filled(ctx: LoweringContext, alone: bool = True) -> bool:
-    """Return whether memory is not taken as it is found; `alone`: only in a program for one
-    device."""
+    """Return whether blank arrays must be filled; with `alone`, they must be in a program for
+    several devices."""
     kept = ctx.module_context.lowering_parameters.for_export
     return filled.value or looks_for_nans() or kept or (alone and not is_alone(ctx))
 
@@ -203,7 +203,7 @@ def is_alone(ctx: LoweringContext) -> bool:
 
 
 def _is_divided(ctx: Any) -> bool:
-    """Return whether a program says itself what each device does, if there are several."""
+    """Return whether a program is for one device, or itself says what each device does."""
     context = ctx.module_context.axis_context
     named = getattr(getattr(context, "mesh", None), "axis_names", None)
     return is_alone(ctx) or (named is not None and set(named) == set(context.manual_axes))
@@ -224,22 +224,22 @@ def _lower_blank(ctx: LoweringContext, after: Any, **of: Any) -> Any:
         return _lower_filled(ctx, after, **of)
     if small or not of["found"] or not _leaves_as_found():
         return _lower_zeros_after(ctx, after, **of)
-    # A side effect keeps it in its loop: outside, it would have to be copied.
+    # A side effect keeps the call in its loop. Outside, its result would have to be copied.
     return jax.ffi.ffi_lowering(UNTOUCHED, has_side_effect=True)(ctx, after)
 
 
 ZEROED_BYTES = 1 << 16
-"""Bytes that are filled with zeros in less time than it takes to run a loop around by itself.
+"""The most bytes for which filling with zeros costs less than a call in the loop around.
 
 XLA does not compile a loop with a call in its step as one kernel.
 """
 UNTOUCHED = "dce_sink"
-"""A call that jaxlib has for CPUs, and that does nothing."""
+"""A custom call of jaxlib for CPUs that does nothing."""
 
 
 @ft.cache
 def _leaves_as_found() -> bool:
-    """Return whether there is such a call, and it may have a result."""
+    """Return whether jaxlib has the call `UNTOUCHED`, and lets it have a result."""
     call = jax.ffi.ffi_call(UNTOUCHED, jax.ShapeDtypeStruct((1,), jnp.int32))
     try:
         with jax.ensure_compile_time_eval():
@@ -269,12 +269,12 @@ mlir.register_lowering(blank_p, _lower_blank, platform="cpu")
 
 @ft.cache
 def _make_room_on_host() -> None:
-    """Have JAX really make what it makes of a type of the host's memory before it is written to.
+    """Make JAX allocate empty arrays with a type of the host's memory in that memory.
 
-    JAX gives such an array the type alone, and compilers refuse to copy from the host's memory to
-    it: the stacked results of a scan of lax around a loop, and what a branch that is not taken
-    would have saved. Neither asks a primitive, and both are made before it is lowered. So this
-    changes two functions of JAX's, and not before a type of the host's memory is asked for.
+    JAX only gives such an array the type, and compilers refuse to copy from the host's memory to
+    it. This concerns the stacked results of a scan of lax around a loop, and the residuals of a
+    branch that is not taken. JAX makes both without a primitive, before it lowers anything. So this
+    changes two functions of JAX, once a type of the host's memory is asked for.
     """
 
     def really(empty: Callable) -> Callable:

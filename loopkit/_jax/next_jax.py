@@ -1,4 +1,4 @@
-"""JAX's next generation, behind flags that are off by default: what it writes otherwise."""
+"""JAX's next generation, behind flags that are off by default, and what it changes in jaxprs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax._src.lax.control_flow import loops as lax_loops
 from loopkit._jax.avals import Equation
 
 hi_primitive_p = hijax.call_hi_primitive_p
-"""The primitive of all operations that are objects: `jax_remat3` makes those of functions under
-`jax.checkpoint`, `jax_custom_vjp3` and `jax_custom_jvp3` those of functions with a rule."""
+"""The primitive of all operations that are Python objects: `jax_remat3` makes them for functions
+under `jax.checkpoint`, `jax_custom_vjp3` and `jax_custom_jvp3` for functions with a rule."""
 _Object: Any = getattr(hijax, "HiPrim", ())
 _RULES = "fwd", "bwd", "bwd_accums", "jvp_rule"
 
@@ -24,10 +24,10 @@ _SCAN = getattr(lax_loops, "Scan3", ())
 
 
 def scan_as_primitive() -> AbstractContextManager[object]:
-    """Have lax.scan bind its primitive, which has all rules, whatever `jax_scan3` says.
+    """Make lax.scan bind its usual primitive, which has all rules, whatever `jax_scan3` says.
 
-    With the flag, jax 0.12 makes another primitive of it, over references: it has no gradient, no
-    vmap and no place in other loops yet, and runs a reversed scan forward.
+    With the flag, jax 0.12 binds another primitive, over references. That one has no gradient and
+    no vmap yet, cannot be in other loops, and runs a reversed scan forward.
     """
     return nullcontext() if _SCAN3 is None or not _SCAN3.value else _SCAN3(False)
 
@@ -38,13 +38,13 @@ def is_scan3(params: dict[str, Any]) -> bool:
 
 
 def name_of_primitive(eqn: Equation) -> str:
-    """Return the name of a primitive; of an operation that is an object, that of its class."""
+    """Return the name of a primitive; for an operation that is an object, that of its class."""
     operation = eqn.params.get("_prim")
     return type(operation).__name__ if isinstance(operation, _Object) else eqn.primitive.name
 
 
 def params_of(eqn: Equation) -> dict[str, Any]:
-    """Return the parameters of an equation; of an operation that is an object, its own."""
+    """Return the parameters of an equation; for an operation that is an object, its own."""
     operation: Any = eqn.params.get("_prim")
     return operation.params if isinstance(operation, _Object) else eqn.params
 
@@ -55,9 +55,9 @@ def is_object(value: object) -> bool:
 
 
 def with_params(operation: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return an operation with the parameters that `change` returns, among them its jaxprs.
+    """Return an operation with the parameters that `change` returns, its jaxprs included.
 
-    One of a function with a rule stays as it is: JAX holds that function as an object.
+    The operation of a function with a rule stays as it is, because JAX holds the function itself.
     """
     traced = operation.params.get("traced")
     if traced is not None:

@@ -1,4 +1,4 @@
-"""Policies of `jax.checkpoint`: what they say of an equation, and which names they know."""
+"""Policies of `jax.checkpoint`: their verdict on an equation, and the names that they mention."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def checkpoint_name(eqn: Equation) -> str | None:
 
 
 def may_save(policy: Callable[..., Any], eqn: Equation) -> bool:
-    """Whether a policy lets the results of an equation be kept; on the host also counts."""
+    """Return whether a policy lets the results of an equation be saved, here or on the host."""
     return verdict(policy, eqn) is not pe.Recompute
 
 
 def offloads(policy: Callable[..., Any], eqn: Equation) -> bool:
-    """Whether a policy keeps the results of an equation in the memory of the host."""
+    """Return whether a policy saves the results of an equation in the memory of the host."""
     return isinstance(verdict(policy, eqn), pe.Offloadable)
 
 
 def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
-    """`Saveable`, `Recompute` or `Offloadable(...)`."""
+    """Return what a policy says of an equation: `Saveable`, `Recompute` or `Offloadable(...)`."""
     name = checkpoint_name(eqn)
     primitive = eqn.primitive if name is None else ad_checkpoint.name_p
     params = eqn.params if name is None else {"name": name}
@@ -53,9 +53,9 @@ def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
 
 
 def held_by(policy: object) -> tuple[Any, dict[str, Any]] | None:
-    """Return what makes a policy of JAX's own what it is: code or type, and the values it holds.
+    """Return the code or type of a policy of JAX's own, and the values that it holds.
 
-    Nothing is known of a user's own policy: None.
+    Return None for a user's own policy, of which nothing is known.
     """
     is_function = inspect.isfunction(policy)
     made_by = (policy if is_function else type(policy)).__module__
@@ -68,7 +68,7 @@ def held_by(policy: object) -> tuple[Any, dict[str, Any]] | None:
 
 
 def asked_names(policy: object) -> frozenset[str]:
-    """Return the names, given to `checkpoint_name`, that a policy of JAX's own speaks of."""
+    """Return the names, given to `checkpoint_name`, that a policy of JAX's own mentions."""
     found: frozenset[str] = frozenset()
     for value in (held_by(policy) or (None, {}))[1].values():
         if isinstance(value, (set, frozenset)):
@@ -79,5 +79,5 @@ def asked_names(policy: object) -> frozenset[str]:
 
 
 def name_of(policy: object) -> str:
-    """Return what an error calls a policy."""
+    """Return the name of a policy in errors."""
     return getattr(policy, "__name__", None) or repr(policy)

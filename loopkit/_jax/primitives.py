@@ -42,12 +42,12 @@ def define(
     run: Callable | None = None,
     on_cpu: Callable | None = None,
 ) -> None:
-    """Lower a primitive through `evaluate(*args, **params)`, kept in `evaluations` as it is run.
+    """Lower a primitive through `evaluate(*args, **params)`, which `evaluations` then holds.
 
     Outside jit it is compiled, or left to `run(compiled, evaluate, *args, **params)`. `evaluate`
     may mix ranks and types, whatever the user allows in their own code. `types(*avals, **params)`
-    gives result types and effects. `dce(used, equation)` says which operands are used, and gives
-    the equation that is left, or None. For a single CPU, `on_cpu(evaluate)` is lowered.
+    returns result types and effects. `dce(used, equation)` returns which operands are used, and
+    the remaining equation or None. For a single CPU, `on_cpu(evaluate)` is lowered instead.
     """
 
     def evaluate_as_written(*args: jax.Array, **params: Any) -> Any:
@@ -58,7 +58,7 @@ def define(
     def functionalized(*args: Any, **params: Any) -> Any:
         context, error, enabled, operands = _checkified(args)
         if params.get("loop") is not None:
-            # No step is taken to be thrown away, but for those of lanes: they may be anywhere.
+            # Without unrolling, only stopped lanes discard steps; their indices may be anything.
             loop = params["loop"] = params["loop"].unrolled(1)
             enabled = enabled - {checkify.OOBError} if loop.lanes else enabled
         fun = ft.partial(evaluate_as_written, **params)
@@ -86,25 +86,25 @@ def define(
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
     if dce is not None:
-        # The newest release says between the two which inputs are live.
+        # The newest release passes the live inputs between the two.
         pe.dce_rules[primitive] = lambda used, *rest: dce(list(used), rest[-1])
     evaluations[primitive] = evaluate_as_written
 
 
 evaluations: dict[core.Primitive, Callable] = {}
-"""The function that computes each primitive, as `define` was given it."""
+"""The function that computes each primitive: the `evaluate` of `define`, free to mix types."""
 
 
 @ft.partial(jax.jit, static_argnums=(0, 1))
 def named_results(
     primitive: core.Primitive, params: tuple, *operands: jax.typing.ArrayLike
 ) -> list:
-    """Evaluate a primitive; results are in the memory that their types name, outside jit too."""
+    """Evaluate a primitive, with results in the memory that their types name, outside jit too."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
 
 
 host_waits = jax.make_user_context(False)
-"""Whether the host waits in each iteration of a loop of unknown length, as that of a GPU does."""
+"""Whether the host waits in each iteration of a loop of unknown length, as for a GPU."""
 _no_cpu, _one_cpu = jax.make_user_context(False), jax.make_user_context(False)
 
 
@@ -114,10 +114,10 @@ def lower_by(
     alone: Callable | None = None,
     platform: str | None = None,
 ) -> None:
-    """Lower what a function does, with the memory that it names; on a single device, `alone`.
+    """Lower a primitive to a function, with the memory that it names; on one device, to `alone`.
 
-    JAX looks for such names in the equations that a program is made of, not in what they become,
-    and drops them all where it finds none.
+    JAX looks for such names in the equations of a program, not in what these are lowered to, and
+    drops all of them if it finds none.
     """
     spread, alone = (
         mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
@@ -152,15 +152,14 @@ def for_one_cpu() -> bool:
 
 
 def keeps_barriers() -> bool:
-    """Return whether the compiler that a program is lowered for does; no, if that may be any."""
+    """Return whether all compilers that a program may be lowered for keep barriers."""
     return KEEPS_BARRIERS or _no_cpu.value
 
 
 def target_device() -> Any:
-    """Return a device of this process like the one that the program being lowered is for, if it has
-    one.
+    """Return a device of this process of the platform that a program is being lowered for, or None.
 
-    Where none is being lowered, the default device.
+    If none is being lowered, return the default device.
     """
     platforms = _targets.get(None)
     if platforms is None:
@@ -178,19 +177,19 @@ def device_of(values: Sequence[Any]) -> Any:
 
 
 def as_there(values: Sequence[Any] = ()) -> Any:
-    """Return a context to trace in what computes a loop, where nobody else says for which
-    device."""
+    """Return a context in which to trace a loop outside a lowering, for the device that will
+    compute it."""
     return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
 def _checkified(args: Sequence[Any]) -> tuple:
-    """Sort a checkify rule's arguments: context (from jax 0.11 on), error, kinds, operands."""
+    """Split a checkify rule's arguments: context (from jax 0.11 on), error, kinds, operands."""
     at = next(i for i, a in enumerate(args) if isinstance(a, checkify.Error))
     return args[:at], args[at], args[at + 1], args[at + 2 :]
 
 
 def register_bounds(primitive: core.Primitive, outside: Callable) -> None:
-    """`outside(*operands, **params) -> (bad, starts, axes)`: what checkify is to call an error."""
+    """Register `outside(*operands, **params) -> (bad, starts, axes)`: accesses out of bounds."""
 
     def rule(*args: Any, **params: Any) -> Any:
         context, error, enabled, operands = _checkified(args)
@@ -208,8 +207,9 @@ def register_bounds(primitive: core.Primitive, outside: Callable) -> None:
 
 
 def register_batching(primitive: core.Primitive, rule: Callable) -> None:
-    """`rule(axis_data, args, dims, **params) -> (results, dims)`, for operands some of which have
-    the axis, or a loop whose steps ask for it by name.
+    """Register `rule(axis_data, args, dims, **params) -> (results, dims)` for batching.
+
+    It is called if an operand has the axis, or if the steps of a loop name it.
     """
 
     def batched(axis: AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
@@ -227,10 +227,10 @@ def register_partial_eval(
 ) -> None:
     """Register how a primitive splits if its primals are known and its tangents are not.
 
-    `known(values, **params)`, for primals that are known, gives the primal results, the constants
-    of the linear part, and that part's primitive and parameters. `known_equation(eqn)` gives, for
-    jax.checkpoint, the equation of the primal results alone. `params["split"]` says how many
-    operands and results are primal.
+    `known(primals, **params)` returns the primal results, the constants of the linear part, and
+    that part's primitive and parameters. For jax.checkpoint, `known_equation(eqn)` returns the
+    equation of the primal results alone. `params["loop"].primal_counts` says how many operands and
+    results are primal.
     """
 
     def eager(trace: Any, *tracers: Any, **params: Any) -> list:
@@ -254,9 +254,10 @@ def register_partial_eval(
 
 
 def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Callable) -> None:
-    """Under jax.checkpoint all of an equation is left for later, and what is known is known.
+    """Register `eager`, and a rule for jax.checkpoint that leaves all of an equation for later.
 
-    `known_part(unknown, eqn)` is None, or the equation of that part and which results it has.
+    `known_part(unknown, eqn)` returns the equation of the part that is computed now, too, and
+    which results it has; or None.
     """
 
     def rule(
@@ -269,7 +270,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
         known, results = known_part(list(unknown), eqn) or (None, [False] * count)
         if known is not None and hasattr(eqn.params["loop"], "unshown"):
-            # These steps were shown once, and run again.
+            # The steps that run later have shown their progress already.
             again = {"loop": eqn.params["loop"].unshown(backward=False)}
             eqn = eqn.replace(params=eqn.params | again)
         return known, eqn, [not k for k in results], [True] * count, residuals
@@ -281,11 +282,11 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
 def register_split(
     primitive: core.Primitive, splits: Callable, apart: Callable, known_equation: Callable
 ) -> None:
-    """Register how a primitive is computed by others if some of its operands are unknown.
+    """Register how other primitives compute this one if some of its operands are unknown.
 
-    `splits(**params)` says whether `apart(*operands, **params)` computes the results by others.
-    `known_equation(eqn)` gives, for jax.checkpoint, the equation of the first results alone, which
-    reads the first operands.
+    `splits(**params)` says whether `apart(*operands, **params)` can do so. For jax.checkpoint,
+    `known_equation(eqn)` returns the equation of the first results alone, which reads the first
+    operands.
     """
 
     def eager(trace: Any, *tracers: Any, **params: Any) -> list:
@@ -293,7 +294,7 @@ def register_split(
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
             outs = list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
-        # A tangent that is zero is known, too. Transposed, jax.checkpoint returns none that is.
+        # A zero tangent is known, too, but jax.checkpoint returns no known ones when transposed.
         known = len(params["along"].results)
         return [*outs[:known], *map(trace.instantiate_const, outs[known:])]
 
@@ -311,8 +312,8 @@ def register_split(
 def register_known_part(primitive: core.Primitive, part: Callable) -> None:
     """Register how a primitive is evaluated in part if only some of its operands are known.
 
-    `part(unknown, **params)` is None, or says which operands and which results are known, and the
-    parameters with which the primitive computes those. All of it is left for later as well.
+    `part(unknown, **params)` returns which operands and which results are known, and the parameters
+    with which the primitive computes these; or None. All results are left for later as well.
     """
 
     def eager(trace: Any, *tracers: Any, **params: Any) -> list:
@@ -341,8 +342,8 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
 def part_of(
     eqn: Equation, ins: Sequence[bool], outs: Sequence[bool], params: dict, primitive: Any = None
 ) -> Any:
-    """`eqn` with the flagged operands and results alone, other parameters, maybe another
-    primitive."""
+    """Return `eqn` with only the flagged operands and results, other parameters, and perhaps
+    another primitive."""
     invars = [v for v, keep in zip(eqn.invars, ins, strict=True) if keep]
     outvars = [v for v, keep in zip(eqn.outvars, outs, strict=True) if keep]
     return new_equation(eqn, primitive or eqn.primitive, invars, outvars, params)

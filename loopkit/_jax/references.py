@@ -13,10 +13,10 @@ from loopkit._jax.avals import Primitive, is_tracer, same_type
 
 
 def transpose_onto_references(primitive: Primitive) -> None:
-    """Have the transpose of a primitive add to what references hold.
+    """Make the transpose of a primitive add cotangents to references.
 
-    Its rule takes `sums`, with what the reference for each operand holds, or None. It returns the
-    cotangents of those operands with that added, or symbolic zeros, and of others the cotangents.
+    Its rule takes `sums`: for each operand, the value of its reference, or None. For operands with
+    a sum it returns the cotangent plus the sum, or a symbolic zero; for others, the cotangent.
     """
     transpose = ad.primitive_transposes[primitive]
 
@@ -36,9 +36,9 @@ def transpose_onto_references(primitive: Primitive) -> None:
 
 
 def _sums(operands: Sequence[Any]) -> list:
-    """Return what references hold, once each: the results for others are added afterwards.
+    """Return the value of each reference, but only once: others add their cotangents afterwards.
 
-    Outside jit, a value of a reference is a copy, which takes as much memory as a cotangent.
+    Outside jit, return none: the value would be a copy, which takes as much memory as a cotangent.
     """
     seen: set[int] = set()
 

@@ -12,7 +12,7 @@ import jax
 from jax._src import source_info_util as source_info
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-"""The folder of this library: what users wrote is outside."""
+"""The folder of this library; users' code is outside."""
 INNER = tuple(
     os.path.join("jax", "_src", name)
     for name in (
@@ -25,7 +25,7 @@ INNER = tuple(
         "api.py",
     )
 )
-"""Files that loops go through, or the rules in which they stand."""
+"""Files of JAX through which loops pass, or whose rules hold loops."""
 _TOOLS = ft.__file__, contextlib.__file__, "<"  # generated code
 WITHIN = PACKAGE, os.path.join(os.path.dirname(jax.__file__), ""), *_TOOLS
 """The folders that hold the code of jax and loopkit, and the tools that run it."""
@@ -53,13 +53,14 @@ MACHINERY = tuple(
     for folder, names in _BETWEEN.items()
     for name in names
 )
-"""Files of what stands between a loop that someone calls, or a rule makes, and its primitive."""
+"""Files between the call of a loop, by a user or a rule, and its primitive."""
 
 
 def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
-    """File, line and function outside jax and loopkit that made an equation.
+    """Return the file, line and function outside jax and loopkit that made an equation.
 
-    Without one, of the code being traced; of a loop inside one of jax's own, jax's function.
+    Without an equation, return those of the code being traced. For a loop inside a function of
+    jax, return that function.
     """
     info = source_info.current() if eqn is None else eqn.source_info
     for frame in source_info.user_frames(info.traceback):
@@ -73,7 +74,7 @@ def source_of(eqn: Any | None) -> tuple[str, int, str] | None:
 
 
 def _caller() -> tuple[str, int, str] | None:
-    """Return who called jax or loopkit, if a traceback of jax begins further in."""
+    """Return the caller of jax or loopkit, for tracebacks of jax that do not reach so far."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(WITHIN):
         frame = frame.f_back
@@ -81,13 +82,13 @@ def _caller() -> tuple[str, int, str] | None:
 
 
 def source() -> str:
-    """`file:line (function)` of the code being traced, outside jax and loopkit."""
+    """Return `file:line (function)` of the code being traced, outside jax and loopkit."""
     found = source_of(None)
     return "{}:{} ({})".format(*found) if found else "unknown"
 
 
 def is_raised_within(error: Exception) -> bool:
-    """Return whether jax or loopkit raises an error by itself, in no function of anyone else's."""
+    """Return whether jax or loopkit itself raised an error, not a function of anyone else."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(WITHIN):
         trace = trace.tb_next
@@ -95,5 +96,5 @@ def is_raised_within(error: Exception) -> bool:
 
 
 def name_stack(eqn: Any | None = None) -> str:
-    """Return the names around an equation; without one, around the code being traced."""
+    """Return the name stack of an equation; without one, that of the code being traced."""
     return str(source_info.current_name_stack() if eqn is None else eqn.source_info.name_stack)

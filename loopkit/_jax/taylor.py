@@ -1,7 +1,7 @@
-"""Taylor mode, which is `jax.experimental.jet`: how a primitive passes series of terms on.
+"""Taylor mode, which is `jax.experimental.jet`: how a primitive propagates series of terms.
 
-The rules in JAX's own table are given zeros for the terms of a value that does not move, and there
-are none for a PRNG key. So the primitives of loopkit are asked before JAX looks into that table.
+JAX passes zeros to the rules in its own table as the terms of a value that does not move, but a
+PRNG key has no zeros. So loopkit's primitives apply their rules before JAX looks into that table.
 Nothing here imports `jet`, which is experimental, until somebody uses it.
 """
 
@@ -24,8 +24,8 @@ class SeriesPrimitive(core.Primitive):
     """A primitive with a rule of its own for Taylor mode."""
 
     taylor: Callable | None = None
-    """`(primals, series, order, **params) -> (results, series)`; by default the JVP, once a term,
-    which is right for a primitive that is linear in what moves."""
+    """`(primals, series, order, **params) -> (results, series)`; by default the JVP for each term,
+    which is right for a primitive that is linear in the operands that move."""
 
     def bind_with_trace(self, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         if type(trace).__module__ != "jax.experimental.jet":

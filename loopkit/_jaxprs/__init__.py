@@ -1,1 +1,1 @@
-"""Jaxprs: looking into them, rewriting them, weighing them. No file here knows of loops."""
+"""Analyse, rewrite and price jaxprs. No file here depends on the engine."""

@@ -1,10 +1,10 @@
-"""Accelerators, for which loops are planned, and what equations take on them.
+"""Accelerators, for which loops are planned, and the times of equations on them.
 
-Products of matrices take what the arithmetic takes, or what it takes to move their operands and
-results, whichever is longer. Anything else passes over its largest array once. Peaks and bandwidths
-are those that the makers name: NVIDIA in its data sheets (dense products), AMD in its data sheets,
-Google in https://cloud.google.com/tpu/docs/system-architecture-tpu-vm. JAX has a device for each of
-the two parts of a chip of TPU v2, v3 and v7.
+A product of matrices takes as long as its arithmetic, or as moving its operands and results,
+whichever is longer. Any other equation passes over its largest array once. Peaks and bandwidths are
+those of the makers: NVIDIA's data sheets (dense products), AMD's data sheets, and Google's
+https://cloud.google.com/tpu/docs/system-architecture-tpu-vm. A chip of TPU v2, v3 or v7 has two
+parts, and each part is a device of JAX.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from loopkit import _jax
 from loopkit._jaxprs import prices
 
 LAUNCH = 2_450.0
-"""Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). A kernel in a
-CUDA graph takes 1,040 of them."""
+"""Nanoseconds to launch a short kernel and run it, on an H200 (docs/accelerators.md). In a CUDA
+graph, a kernel takes 1,040."""
 TPU_KERNEL = 300.0
-"""Nanoseconds that a kernel of a TPU takes, however little it does: a guess, not a measurement."""
+"""The fewest nanoseconds that a kernel of a TPU takes: a guess, not a measurement."""
 SPEEDUP = 30.0
 """The predicted time of an equation on a CPU, divided by that on an accelerator, if it neither
 multiplies matrices nor passes over arrays: a factorisation, a sort.
 
-XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. By that, the ratio is
-670 for products of matrices. It is 17 for adding numbers: each takes 0.04 ns on the CPU, and moves
-8 bytes on the GPU. The value is nearer to that of adding, because such steps seldom fill it.
+XLA describes an H100 as 132 cores of 128 units at 1.98 GHz, with 3.35 TB/s. This gives a ratio of
+670 for products of matrices. It gives 17 for additions: each takes 0.04 ns on the CPU, and moves 8
+bytes on the GPU. The value is nearer to the latter, because such equations seldom fill the GPU.
 """
 
 
 class Accelerator(NamedTuple):
-    """An accelerator, as the prices of its equations see it."""
+    """The figures of an accelerator that determine the times of equations."""
 
     kind: str
     """A part of JAX's `device_kind`."""
     flops: float
-    """The operations of products of 16-bit numbers in a nanosecond."""
+    """The operations per nanosecond in products of 16-bit numbers."""
     bandwidth: float
-    """The bytes read or written in a nanosecond."""
+    """The bytes read or written per nanosecond."""
     launch: float = LAUNCH
-    """The nanoseconds that a kernel takes, however little it does."""
+    """The fewest nanoseconds that a kernel takes."""
     wide: float = 2.0
-    """How many times as long products of 32-bit numbers take, as they are by default."""
+    """How many times as long products of 32-bit numbers take, at default precision."""
     copies_beside: bool = False
-    """Whether copies to the host and back are taken to cost nothing while steps run. An H200 was
+    """Whether copies to the host and back are assumed to cost nothing while steps run. An H200 was
     seen to wait for them; a TPU has not been timed."""
 
     @property
@@ -86,23 +86,23 @@ TPUS = (
     _tpu("TPU7x", 1_153_500, 3_690),
 )
 USUAL = {"gpu": GPUS[1], "cuda": GPUS[1], "rocm": GPUS[1], "tpu": TPUS[3]}
-"""The device that stands for those of a platform that are not in the table."""
+"""The device that stands for all those of a platform that are not in the tables."""
 PRODUCTS = frozenset(
     ["dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "symmetric_product"]
 )
 PASSES = 6
-"""How many products of 16-bit numbers a TPU makes of one of 32-bit numbers, if its precision is the
-highest."""
+"""How many times as long a product of 32-bit numbers takes at the highest precision, as on a TPU,
+which computes six products of 16-bit numbers."""
 LONGEST = 16.0
-"""How many times as long as with 16-bit numbers a product of 64-bit numbers takes."""
+"""How many times as long a product of 64-bit numbers takes as one of 16-bit numbers."""
 SERIAL = 20.0
-"""The CPU's price of an element from which a primitive does more than pass over its operands."""
+"""The CPU's price per element from which a primitive does more than pass over its operands."""
 
 
 def planned_for() -> Accelerator | None:
     """Return the device that the code being traced is for; None if it is a CPU.
 
-    It is that of the mesh that is set, or else the default device.
+    It is that of the current mesh, or else the default device.
     """
     platform, kind = _jax.traced_for()
     found = (d for d in (*GPUS, *TPUS) if d.kind in kind)
@@ -122,7 +122,7 @@ def nanoseconds(eqn: _jax.Equation, device: Accelerator) -> float:
         multiplied = 2 * _slowness(eqn, device) * _multiplications(eqn) / device.flops
         return device.launch + max(multiplied, sum(sizes) / device.bandwidth)
     passing = max(sizes, default=0) / device.bandwidth
-    if name in prices.PLAIN:  # part of a kernel with others
+    if name in prices.PLAIN:  # fused into a kernel with others
         return passing
     price = prices.PRICES.get(name)
     if name in prices.TOUCHED or (price is not None and price.element < SERIAL):
@@ -131,7 +131,7 @@ def nanoseconds(eqn: _jax.Equation, device: Accelerator) -> float:
 
 
 def _multiplications(eqn: _jax.Equation) -> int:
-    """Return how many numbers a product of matrices, or a convolution, multiplies."""
+    """Return the number of multiplications in a product of matrices or a convolution."""
     left, right, results = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -145,7 +145,7 @@ def _multiplications(eqn: _jax.Equation) -> int:
 
 
 def _slowness(eqn: _jax.Equation, device: Accelerator) -> float:
-    """Return how many times as long as with 16-bit numbers a product takes."""
+    """Return how many times as long a product takes as one of 16-bit numbers."""
     dtype, precision = eqn.invars[0].aval.dtype, eqn.params.get("precision")
     exact = lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else [precision])
     parts = 4 if dtype.kind == "c" else 1

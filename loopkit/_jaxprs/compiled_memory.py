@@ -1,9 +1,9 @@
-"""Find what XLA has in memory of a function and its linear part, if it compiles both together.
+"""Find which values XLA keeps in memory if it compiles a function together with its linear part.
 
-XLA puts a cheap function of one array into each kernel that reads its result. So 1 - y**2 is not
-kept if y is: the kernels that read it compute it. A value with one reader becomes a part of that
-kernel, whatever it costs. All other values are kept until the linear part has read them. A sum of
-cotangents is a kernel, too: its terms are kept until all of them are there.
+XLA fuses a cheap function of one array into each kernel that reads its result. So it does not keep
+1 - y**2 if it keeps y: the kernels that read it compute it. An elementwise value with one reader is
+fused into that kernel, whatever it costs. All other values are kept until the linear part has read
+them. A sum of cotangents is a kernel, too: its terms are kept until all of them are there.
 
 The rules are those of XLA's `InstructionFusion` and `CpuInstructionFusion`.
 """
@@ -27,30 +27,30 @@ _DEAR = """
 DEAR = frozenset(_DEAR.split())
 """Elementwise primitives that XLA computes once for all their readers."""
 COMPLEX = frozenset(("abs", "cos", "sign", "sin", "tan"))
-"""Primitives that are dear for complex numbers alone."""
+"""Primitives that are expensive for complex numbers alone."""
 DUPLICATED = (CHEAP | COMPLEX) - DEAR
 """Primitives that XLA computes for each reader, if they read one array."""
 ELEMENTWISE = DUPLICATED | DEAR
-"""Primitives that can be a part of the kernel that reads their result."""
+"""Primitives that XLA can fuse into the kernel that reads their result."""
 _VIEWS = """
     copy copy_p expand_dims name pvary reshape squeeze stop_gradient transpose
 """
 VIEWS = frozenset(_VIEWS.split())
-"""Primitives that a product reads through: their results have the elements of an operand."""
+"""Primitives whose results have the elements of an operand, so that a product reads that."""
 POOLS = frozenset(("reduce_window_max", "reduce_window_min"))
-"""Primitives whose gradient goes to the element that was chosen."""
+"""Primitives whose gradient goes to the chosen element of each window."""
 IN_PLACE = frozenset(("dynamic_update_slice", "loopkit_write", "scatter", "scatter-add"))
 """Primitives that write into the memory of an operand that nothing else reads."""
 
 
 def takes_over(eqn: _jax.Equation) -> bool:
-    """Return whether results can have the memory of operands that nothing else reads."""
+    """Return whether results can take over the memory of operands that nothing else reads."""
     name = eqn.primitive.name
     return name in CHEAP or name in IN_PLACE or bool(handed_on(eqn))
 
 
 def handed_on(eqn: _jax.Equation) -> list[tuple[_jax.Var, _jax.Var]]:
-    """Return the results that are operands, in the same memory, and these operands."""
+    """Return the results that are operands in the same memory, each with its operand."""
     pairs: Iterable[tuple] = ()
     if eqn.primitive.name == "optimization_barrier":
         pairs = zip(eqn.outvars, eqn.invars, strict=True)
@@ -67,9 +67,9 @@ def handed_on(eqn: _jax.Equation) -> list[tuple[_jax.Var, _jax.Var]]:
 
 
 def kept_by_compiler(residuals: Residuals, linear: _jax.Jaxpr) -> list:
-    """Return the variables that a compiler keeps of a function for its linear part.
+    """Return the variables of a function that a compiler keeps for its linear part.
 
-    The linear part reads the residuals of the function, and then tangents.
+    The inputs of the linear part are the residuals of the function, and then tangents.
     """
     return _Kept(residuals, _jax.open_jaxpr(linear)).found()
 
@@ -77,8 +77,8 @@ def kept_by_compiler(residuals: Residuals, linear: _jax.Jaxpr) -> list:
 def term_bytes(eqns: Sequence[_jax.Equation]) -> Mapping[_jax.Var, int]:
     """Return the bytes of the terms of each variable's cotangent, if a kernel adds them all up.
 
-    What elementwise equations and slices add is computed there. It is read as the terms of their
-    results. A product, a loop and the like make an array for each variable that they read.
+    The kernel itself computes the terms from elementwise equations and slices, and so reads the
+    terms of their results. Products, loops and the like make an array for each variable they read.
     """
     found: Counter[_jax.Var] = Counter()
     for eqn in reversed(eqns):
@@ -98,9 +98,9 @@ def added_bytes(v: _jax.Var, eqn: _jax.Equation, terms: Mapping[_jax.Var, int]) 
 
 
 def index_bytes(eqns: Iterable[_jax.Equation], device: Accelerator | None) -> int:
-    """Return the bytes of indices that XLA for CPUs makes first of all, to reverse max-pooling.
+    """Return the bytes of the indices with which XLA for CPUs reverses max-pooling.
 
-    There is an integer for each axis of each element.
+    XLA makes them first of all: an integer for each axis of each element.
     """
     pooled = [eqn.invars[0].aval for eqn in eqns if eqn.primitive.name in POOLS]
     shapes = [t.shape for t in pooled if _jax.is_differentiable(t)]
@@ -108,7 +108,7 @@ def index_bytes(eqns: Iterable[_jax.Equation], device: Accelerator | None) -> in
 
 
 class _Kept:
-    """A function and its linear part, in which readers are counted."""
+    """A function and its linear part, and how many readers each value has."""
 
     def __init__(self, residuals: Residuals, linear: _jax.OpenJaxpr) -> None:
         step, results = residuals.step, residuals.results
@@ -119,7 +119,7 @@ class _Kept:
         self._read_whole = self._going_back(linear)
 
     def _going_back(self, linear: _jax.OpenJaxpr) -> set:
-        """Count who reads the residuals; return those that no kernel can make for itself."""
+        """Count the readers of residuals; return the residuals that no kernel computes itself."""
         pairs = zip(linear.invars, self._residuals, strict=False)
         name, whole = {inside: v for inside, v in pairs if not isinstance(v, _jax.Literal)}, set()
         for eqn in linear.eqns:
@@ -133,7 +133,7 @@ class _Kept:
         return whole
 
     def found(self) -> list:
-        """Return what is kept."""
+        """Return the variables that are kept."""
         kept: dict[_jax.Var, None] = {}
         pending = [(v, True) for v in reversed(_jax.variables(self._residuals))]
         met = set()
@@ -161,10 +161,10 @@ class _Kept:
         return equations.source(v, self._maker, _is_view)
 
     def _is_duplicated(self, eqn: _jax.Equation, v: _jax.Var) -> bool:
-        """Return whether each of its readers computes a value.
+        """Return whether each reader of a value computes it.
 
-        It does if that reads one array, beside broadcasts and arrays of fewer axes, or no more
-        elements than there are.
+        A reader does if the value depends on one array, beside broadcasts and arrays of fewer
+        axes, or on no more elements than it has.
         """
         if eqn.primitive.name not in DUPLICATED or _is_dear(eqn):
             return False
@@ -178,7 +178,7 @@ class _Kept:
 
 
 def _is_dear(eqn: _jax.Equation) -> bool:
-    """Return whether XLA takes an equation for dear because of its types."""
+    """Return whether XLA considers an equation expensive because of its types."""
     if not eqn.invars:
         return False
     first = eqn.invars[0].aval

@@ -1,4 +1,4 @@
-"""The predicted time of a step: nanoseconds added up from its equations, on a device.
+"""The predicted time of a step: the nanoseconds of its equations on a device, summed up.
 
 Without a device, the time is that of one core of a CPU.
 """
@@ -14,7 +14,7 @@ from loopkit._jaxprs.accelerators import Accelerator
 ITERATION = 4.0
 """The nanoseconds that a step of a loop takes beyond its equations, on a CPU."""
 UNKNOWN_TRIPS = 10
-"""The assumed steps of an inner loop whose equations do not say how many it takes."""
+"""The assumed steps of an inner loop if its equations do not say how many it takes."""
 
 
 def nanoseconds(jaxpr: _jax.Jaxpr, device: Accelerator | None = None) -> float:
@@ -23,7 +23,7 @@ def nanoseconds(jaxpr: _jax.Jaxpr, device: Accelerator | None = None) -> float:
 
 
 def loop_nanoseconds(loop: Any, device: Accelerator | None = None) -> float:
-    """Predict the time of a loop of the engine; with a predicate, it may stop after a few steps."""
+    """Predict the time of a loop of the engine, assuming that one with a predicate stops early."""
     trips = loop.length
     if loop.cond is not None:
         trips = UNKNOWN_TRIPS if trips is None else min(trips, UNKNOWN_TRIPS)
@@ -43,7 +43,7 @@ def equation_nanoseconds(eqn: _jax.Equation, device: Accelerator | None = None) 
 
 
 def _around(eqn: _jax.Equation, inner: list[float], device: Accelerator | None) -> float:
-    """Predict the time of an equation that runs jaxprs: one branch, or all, several times."""
+    """Predict the time of an equation that runs jaxprs: one of them, or all, perhaps many times."""
     name = eqn.primitive.name
     if name in ("cond", "custom_linear_solve"):  # a solve runs one of its functions
         return max(inner)
@@ -59,7 +59,7 @@ def _iteration(device: Accelerator | None) -> float:
 
 
 def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, int]:
-    """Return the bytes of the factors of large matrices' gradients, and of the gradients."""
+    """Return the bytes of the factors of large matrices' gradients, and of these gradients."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
     others, total, products = set(j.invars[consts:]), 0, 0

@@ -1,8 +1,8 @@
 """Walk a jaxpr from its inputs to its results, through calls: with values, or with facts.
 
-If a rule gives arrays, the walk evaluates a jaxpr again. If it gives facts, the elements of a
-lattice, the walk analyses the jaxpr. A rule covers one equation. This file covers recursion through
-calls and branches, and the fixed point of what a step passes to the next.
+If a rule returns arrays, the walk evaluates the jaxpr. If it returns facts, the elements of a
+lattice, the walk analyses the jaxpr. A rule handles one equation. This file handles the recursion
+through calls and branches, and the fixed point of the facts that a step passes to the next.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from loopkit import _jax
 from loopkit._jaxprs.equations import is_call, run
 
 Rule = Callable[[Any, list], Sequence[Any] | None]
-"""`(equation, operands)` gives the results, or None to enter the call or to bind the equation."""
+"""`(equation, operands)` returns the results, or None to enter a call or to bind the equation."""
 After = Callable[[Any, list], tuple[Any, Sequence[Any]]]
-"""`(equation, facts of operands)` gives the changed equation, and the facts of its results."""
+"""`(equation, facts of operands)` returns the changed equation, and the facts of its results."""
 
 
 def interpret(
     j: _jax.OpenJaxpr, values: Sequence[Any], rule: Rule, literal: Callable = lambda value: value
 ) -> list:
-    """Return the results of an open jaxpr, with those of each equation given by a rule.
+    """Return the results of an open jaxpr, with a rule that returns those of each equation.
 
     The values begin with the constants. `literal` is applied to arrays in the program.
     """
@@ -44,7 +44,7 @@ def interpret(
 def interpret_marked(j: _jax.OpenJaxpr, values: Sequence[Any], mark: type, rule: Rule) -> list:
     """Return the results of an open jaxpr, some of whose values are of the type `mark`.
 
-    The rule is asked about equations with a marked operand. All others are evaluated as they are.
+    The rule handles equations with a marked operand. All others are evaluated as they are.
     """
 
     def of_marked(eqn: _jax.Equation, ins: list) -> Sequence[Any] | None:
@@ -115,9 +115,9 @@ def follow_inside(
 
 
 def fixed_point(facts: Sequence[Any], step: Callable, join: Callable = or_) -> tuple:
-    """Return the least facts, with these, to which a step adds none, and what else it finds.
+    """Return the least fixed point of a step above these facts, and what else the step returns.
 
-    `step(facts)` returns the facts of what a step passes on, and more. By default, facts are flags.
+    `step(facts)` returns the facts that a step passes on, and more. By default, facts are flags.
     """
     now = list(facts)
     while True:

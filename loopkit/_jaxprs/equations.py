@@ -67,7 +67,7 @@ def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
 
 
 USED_UP = ("loopkit_forward", "loopkit_pullback")
-"""Primitives that are derivatives already: only the code of their custom rules is left."""
+"""Primitives that are derivatives already: the code of custom rules has replaced these rules."""
 
 
 def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
@@ -93,14 +93,14 @@ def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def lax_loses_calls(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether derivatives of a scan of lax with these steps lose calls without results."""
+    """Return whether derivatives of a lax scan of these steps lose callbacks without results."""
     if not any(isinstance(e, _jax.IO_EFFECTS) for e in jaxpr.effects):
         return False
     return any(e.primitive.name == "io_callback" and not e.outvars for e in all_equations(jaxpr))
 
 
 def holds_while_loop(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a loop inside ends when its values say so."""
+    """Return whether a loop inside has a predicate."""
     return any(
         eqn.primitive.name == "while" or getattr(eqn.params.get("loop"), "cond", None) is not None
         for eqn in all_equations(jaxpr)
@@ -114,7 +114,7 @@ def run(
     rule: Callable[[Any, list], Sequence[Any]] = _jax.bind_equation,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> list:
-    """Return what equations compute of the variables in `env`; values in `env` are not replaced."""
+    """Evaluate equations from the values in `env`, none of which is replaced; return `outs`."""
     read = lambda v: literal(v.val) if isinstance(v, _jax.Literal) else env[v]
     for eqn in eqns:
         made = rule(eqn, list(map(read, eqn.invars)))
@@ -143,7 +143,7 @@ def unshown(jaxpr: _jax.Jaxpr, backward: bool) -> _jax.Jaxpr:
 
 
 def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr for steps that run again: it neither prints nor calls what returns nothing.
+    """Return a jaxpr for steps that run again, without prints and callbacks that return nothing.
 
     Its loops show only the steps that they reverse.
     """
@@ -158,7 +158,7 @@ def without_debug_effects(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def reported_once(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return the tangents of a step that reports nothing in parts under `jax.checkpoint`.
+    """Return the tangents of a step, without reports from parts under `jax.checkpoint`.
 
     Those parts run again, and the step itself has reported already.
     """
@@ -178,7 +178,7 @@ def has_impure_callback(jaxpr: _jax.Jaxpr) -> bool:
 
 
 def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = is_call) -> _jax.Jaxpr:
-    """Return a jaxpr without calls of jitted or other functions; the same object if it has none."""
+    """Return a jaxpr with calls of functions inlined; the same object if it has none."""
 
     def inside(eqn: _jax.Equation) -> Any:
         if not is_call(eqn) or _jax.is_laid_out(eqn):
@@ -191,9 +191,9 @@ def inlined(jaxpr: _jax.Jaxpr, is_call: Callable[[Any], bool] = is_call) -> _jax
 
 
 def expanded(jaxpr: _jax.Jaxpr, inside: Callable[[Any], Any]) -> _jax.Jaxpr:
-    """Return a jaxpr with the equations of `inside(equation)`, a jaxpr without constants, for each.
+    """Return a jaxpr with each equation replaced by those of a jaxpr, `inside(equation)`.
 
-    An equation stays if that is None, and the jaxpr is the same object if all stay.
+    That has no constants. If it is None, the equation stays; if all stay, so does the jaxpr object.
     """
     j, eqns = _jax.open_jaxpr(jaxpr), []
 
@@ -340,8 +340,8 @@ def meshes(jaxpr: _jax.Jaxpr) -> list:
 def axis_names(jaxpr: _jax.Jaxpr, others: bool = False) -> set:
     """Return the axes of `jax.vmap` and of meshes that equations name.
 
-    Not all equations show them as an effect. With `others`, only equations count that read what
-    other elements along the axis have.
+    Not all equations show them as an effect. With `others`, only equations count that read values
+    of other elements along the axis.
     """
     eqns = [e for e in all_equations(jaxpr) if not (others and e.primitive.name == "axis_index")]
     found = (eqn.params.get(key) for eqn in eqns for key in ("axes", "axis_name"))

@@ -1,8 +1,9 @@
 """Which integers an array can hold, as far as the program says.
 
 The lattice consists of ranges with two ends; a larger range says less, and an unknown end is
-infinite. `join` gives the smallest range that holds others. A number that may wrap around is not
-known, with one exception: a counter of steps does not reach the largest integer of 4 bytes.
+infinite. `join` returns the smallest range that holds others. A number that may wrap around is not
+known, with one exception: a counter of steps is assumed not to reach the largest integer of 4
+bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Range(NamedTuple):
 
 ANY = Range()
 FAR = 1 << 30
-"""A counter that starts below this number does not reach the largest integer of 4 bytes."""
+"""A counter that starts below this is assumed not to reach the largest integer of 4 bytes."""
 WIDE = 4
-"""The bytes of an integer that counts over all rows of a buffer without wrapping around."""
+"""The fewest bytes of an integer that counts all rows of a buffer without wrapping around."""
 LOOKED_AT = 4096
 """The most entries of an array whose values are read."""
 DEEP = 50
 MANY_EQUATIONS = 1000
-"""How far equations are followed back, and how many of them."""
+"""The most equations to follow back one after another, and the most in all."""
 KEEPS_ENTRIES = (
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "nonbatchable", "pvary"),
     *("reduce_max", "reduce_min", "reshape", "rev", "slice", "squeeze", "transpose"),
@@ -88,7 +89,7 @@ def _of_array(value: Any) -> Range:
     if not is_integer(jax.typeof(value)) or np.size(value) > LOOKED_AT:
         return ANY
     if np.ndim(value) and isinstance(value, jax.Array):
-        return ANY  # reading an array of a device would wait for it
+        return ANY  # reading an array on a device would wait for it
     value = np.asarray(value)
     return Range(int(value.min()), int(value.max()))
 
@@ -163,7 +164,7 @@ def _of_two(name: str, ins: Sequence[Range], dtype: np.dtype[Any]) -> Range | No
 
 
 def _counted(a: Range, b: Range) -> Range | None:
-    """Return the range of a number that may be large, plus 0 or 1, as steps are counted."""
+    """Return the range of a counter of steps, which may be large, plus 0 or 1."""
     return Range(a.low + b.low, inf) if 0 <= b.low <= b.high <= 1 and 0 <= a.low < FAR else None
 
 

@@ -1,8 +1,8 @@
-"""Which loops XLA for CPUs compiles as one kernel, and how many kernels it launches of others.
+"""Find which loops XLA for CPUs compiles as one kernel, and how many kernels others launch.
 
 A loop of small steps is one kernel unless a step holds one of a few instructions. Otherwise XLA
-launches the kernels of a step one by one. If an array of the loop is large, a pool of threads gets
-them, and each then waits for the threads.
+launches the kernels of a step one by one. If an array of the loop is large, they run in a pool of
+threads, and each waits for the threads.
 """
 
 import jax
@@ -21,21 +21,21 @@ _OTHERS = "fft sort triangular_solve tridiagonal_solve ffi_call io_callback pure
 ALONE = frozenset({*LIBRARY, *SCATTERS, *_OTHERS.split()})
 """Primitives that keep a loop from becoming one kernel."""
 ALONE_BACK = ALONE | {"gather"}
-"""Primitives that keep the loop that goes back from it: the transpose of a gather is a scatter."""
+"""Primitives that keep the backward loop from it: the transpose of a gather is a scatter."""
 
 
 def launched(step: _jax.Jaxpr, tangents: _jax.Jaxpr) -> int:
-    """Return how many kernels of a step are launched, if its loop, or the loop back, is not one."""
+    """Return how many kernels a step launches; 0 if its loop and the backward loop are one each."""
     if not _holds(step, ALONE) and not _holds(tangents, ALONE_BACK):
         return 0
     return sum(e.primitive.name in MEASURES for e in _jax.open_jaxpr(step).eqns)
 
 
 def lax_takes_longer(body: _jax.Jaxpr, length: int | None) -> bool:
-    """Return whether the gradient of the scan of lax takes longer than that of a loop of ours.
+    """Return whether the gradient of a lax scan takes longer than that of a loop of loopkit.
 
-    Its steps write to large arrays, and may wait for threads for that. It moves the axes of
-    operands to sum products over several axes.
+    A step of lax writes to large arrays, and may wait for threads to do so. In lax, a product that
+    sums over several axes moves axes of its operands.
     """
     if length is None or jax.default_backend() != "cpu":
         return False
@@ -48,10 +48,10 @@ def lax_takes_longer(body: _jax.Jaxpr, length: int | None) -> bool:
 
 
 def rows_at_a_time(steps: int, largest: int) -> int:
-    """Return how many steps at a time have arrays of rows for one thread, with few rows to spare.
+    """Return for how many steps at a time to stack rows, so that one thread handles the arrays.
 
-    `largest` is the bytes of a row. 0: the arrays of all steps are small, or those of a few are
-    not.
+    `largest` is the bytes of the largest row. The last array has few rows to spare. The result is 0
+    if the arrays of all steps are small, or if those of a few steps are not.
     """
     most = min(ONE_THREAD // max(largest, 1), MANY_ROWS)
     if steps * largest <= ONE_THREAD or most < FEW_ROWS:
@@ -65,6 +65,6 @@ def _holds(jaxpr: _jax.Jaxpr, names: frozenset[str]) -> bool:
 
 
 def _at_one(eqn: _jax.Equation) -> bool:
-    """Return whether it reads or writes at one index: XLA makes slices of those."""
+    """Return whether an equation reads or writes at one index: XLA makes it a slice."""
     indexed = eqn.primitive.name in ("gather", *SCATTERS)
     return indexed and _jax.volume(eqn.invars[1].aval.shape[:-1]) == 1

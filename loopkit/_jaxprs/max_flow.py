@@ -1,8 +1,8 @@
-"""Minimum cuts of a network, one or for all prices, in whole numbers and so exactly.
+"""Find minimum cuts of a network, for one price or for all. Whole numbers make them exact.
 
 A network has a source, a target and edges with capacities. A cut is the set of nodes on the
-target's side; it costs the capacities of the edges that lead into that set. The least cost is the
-greatest flow (Ford & Fulkerson 1956).
+target's side; it costs the capacities of the edges that lead into that set. The minimum cost is the
+maximum flow (Ford & Fulkerson 1956).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SOURCE, TARGET = 0, 1
 
 
 class Edge(NamedTuple):
-    """An edge, whose capacity is a sum of two costs: `time`, and `size` times the price of one."""
+    """An edge whose capacity is the sum of two costs: `time`, and `size` times its price."""
 
     start: int
     end: int
@@ -27,7 +27,7 @@ class Edge(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A cut that is the least at some price, and what it costs."""
+    """A cut that is a minimum at some price, and its costs."""
 
     side: frozenset[int]
     """The nodes on the target's side."""
@@ -42,11 +42,11 @@ def fastest(edges: Sequence[Edge]) -> Point:
 
 
 def frontier(edges: Sequence[Edge], first: Point | None = None, parts: int = 0) -> list[Point]:
-    """Return the least cut for each price of a size, from the least time to the least size.
+    """Return the minimum cuts for all prices of a size, from the least time to the least size.
 
-    Each cut is the least for a range of prices. `first` is the fastest, if the caller knows it. If
-    two cuts differ in size by at most one in `parts` of the size of the first, no cut between them
-    is looked for. Among cuts of one cost, the one nearest to the target is taken. Only edges from
+    Each cut is a minimum for a range of prices. `first` is the fastest, if the caller knows it. If
+    two cuts differ in size by at most 1 / `parts` of the size of the first, no cut between them is
+    looked for. Among cuts of equal cost, the one nearest to the target is taken. Only edges from
     the source may have a time. Then the target's side grows with the price (Gallo, Grigoriadis &
     Tarjan 1989), and a cut between two others decides about few nodes.
     """
@@ -93,7 +93,7 @@ def minimum_cut(
     weights: tuple[float, float],
     side: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
-    """Return the target's side of a least cut: `side`, and those of `nodes` that belong there.
+    """Return the target's side of a minimum cut: `side`, and those of `nodes` that belong there.
 
     `weights` are those of times and of sizes. All other nodes are on the source's side.
     """
@@ -112,7 +112,7 @@ class _Preflow:
     """Flow that is pushed from the source towards the target, as far as edges have room.
 
     Nodes may keep an excess that cannot reach the target: for a cut that is enough. The method is
-    that of Goldberg & Tarjan 1988, with heights that are measured again from time to time.
+    that of Goldberg & Tarjan 1988, with heights that are recomputed from time to time.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +122,7 @@ class _Preflow:
         self.out: list[list[int]] = [[] for _ in range(count)]
         self.excess: list[float] = [0] * count
         self.height: list[int] = []
-        """A lower bound of the edges to the target; `count` if no path leads there."""
+        """A lower bound on the edges from a node to the target; `count` if no path leads there."""
 
     def add(self, start: int, end: int, *capacities: float) -> None:
         """Add an edge with the sum of some capacities."""

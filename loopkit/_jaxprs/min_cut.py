@@ -1,13 +1,14 @@
-"""Choose what to store of a step for its backward half, and what to run again.
+"""Choose which values of a step to store for the backward pass, and which equations to run again.
 
 The residuals of a step follow from one another: 1 - y**2 from y, four stages of a Runge-Kutta step
-from the state before it, softmax from the scores. Going back, the loop runs again what it did not
-store. Cheap, elementwise equations cost nothing there: they become part of kernels that read their
-operands anyway. Any other equation costs its predicted time. At a given price of a stored byte, the
-best choice is a minimum cut of the graph of the step. From one price to the next, the choices are
-nested, and their costs are convex. The list of choices is the frontier of the step. It begins with
-the fewest bytes from which the residuals follow by cheap equations alone. A budget may lie between
-two choices that are far apart. For it there are more, which are the best at no price.
+from the state before it, softmax from the scores. The backward pass runs again what the loop did
+not store. Cheap, elementwise equations cost nothing there: they are fused into kernels that read
+their operands anyway. Any other equation costs its predicted time. At a given price of a stored
+byte, the best choice is a minimum cut of the graph of the step. From one price to the next, the
+choices are nested, and their costs are convex. The list of choices is the frontier of the step. It
+begins with the fewest bytes from which the residuals follow by cheap equations alone. A budget may
+lie between two choices that are far apart. For such budgets there are further choices, which are
+the best at no price.
 
 Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flow.py`).
 """
@@ -33,13 +34,13 @@ EACH = 32
 LARGEST_GRAPH = 4000
 """The most equations of a step for which a cut is computed. Longer steps store their residuals."""
 RESOLUTION = 64
-"""A frontier leaves out points that are nearer than this part of the bytes of its first point."""
+"""A frontier leaves out points that are nearer than 1 / RESOLUTION of its first point's bytes."""
 FAR = 0.8
-"""Two points are far apart if the second has at most this part of the bytes of the first."""
+"""Two points are far apart if the second has at most this fraction of the bytes of the first."""
 LONGEST_SEARCH = 1 << 14
-"""The most equations to visit, in a search between two points."""
+"""The most equations to visit in a search between two points."""
 TRIFLE = 1e-9
-"""The part of its price by which a choice is cheaper than the next one of the frontier."""
+"""The fraction by which the price of a choice is less than that of the next one."""
 PICOSECONDS = 1000
 """The picoseconds in a nanosecond. Times are whole picoseconds, so that a cut is exact."""
 
@@ -50,13 +51,13 @@ class Point(NamedTuple):
     price: float
     """The price of a byte, in nanoseconds, from which this choice is the best."""
     nanoseconds: float
-    """The time to run the rest again, without cheap equations."""
+    """The time to run the rest again, not counting cheap equations."""
     stored: tuple[_jax.Var, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step divided into what is computed once, what is stored of each step, and what follows."""
+    """A step divided into what is computed once, what each step stores, and what runs again."""
 
     hoisted: list
     """Variables that depend on constants alone."""
@@ -67,7 +68,7 @@ class Cut:
     remake: Callable[[dict], list]
     """A function from a dict of constants, slices, hoisted and stored variables to residuals."""
     uncut: int
-    """The bytes of the residuals as they are, which jax.lax.scan stores of a step."""
+    """The bytes of all residuals, which jax.lax.scan stores of a step."""
     again: list
     """Equations that run again."""
     offloaded: list[bool]
@@ -78,9 +79,9 @@ class Cut:
 class Residuals:
     """The residuals of a step: its outputs from `results` on.
 
-    The inputs are `constants`, then the carry, then the xs from `slices` on. A carry leaf that is
-    `free` costs nothing to store. Equations whose ids are in `again` run again, whatever they cost,
-    unless they depend on constants alone.
+    The inputs are `constants` constants, then the carry, and from index `slices` on slices of xs.
+    A carry leaf that is `free` costs nothing to store. Equations whose ids are in `again` run
+    again, whatever they cost, unless they depend on constants alone.
     """
 
     jaxpr: _jax.Jaxpr
@@ -94,11 +95,11 @@ class Residuals:
     saves_all: bool = False
     """Whether to store all that the policy saves and that a residual depends on."""
     device: Accelerator | None = None
-    """The accelerator whose times the equations take, if it is one."""
+    """The accelerator that the times of equations are for; None for a CPU."""
     only: Set[_jax.Var] | None = None
     """The variables that may be stored, if not all may."""
     given: set = field(init=False)
-    """Constants, slices and what follows from constants. Going back, these are there."""
+    """Constants, slices and values that follow from constants: the backward pass has these."""
 
     def __post_init__(self) -> None:
         known = equations.following_from(self.step, self.step.invars[: self.constants])
@@ -143,8 +144,8 @@ class Residuals:
     def graph(self) -> tuple[list[Edge], dict[int, _jax.Var]]:
         """The network of the step, and the variable that each node stands for.
 
-        An equation is on the target's side if it runs again. A variable is on that side if its
-        value is there going back. If the edge from the equation to its variable is cut, the
+        An equation is on the target's side if it runs again. A variable is on that side if the
+        backward pass has its value. If the edge from the equation to its variable is cut, the
         variable is stored.
         """
         places = {v: n for n, v in enumerate(self._needed(), TARGET + 1)}
@@ -205,7 +206,7 @@ class Residuals:
 
     @cached_property
     def choices(self) -> list[Point]:
-        """The frontier, and choices between points that are far apart, at nearly the next price."""
+        """The frontier, and choices between points far apart, at nearly the price of the second."""
         found = self.frontier[:1]
         for more, less in pairwise(self.frontier):
             points = [*self._between(more, less), less]
@@ -214,7 +215,7 @@ class Residuals:
         return found
 
     def _between(self, more: Point, less: Point) -> list[Point]:
-        """Return choices between two points that are far apart; of two, none is the better one."""
+        """Return choices between two points that are far apart, none of which dominates another."""
         size, points = self._bytes, [more]
         grain = size(more.stored) // RESOLUTION
         large = [v for v in more.stored if _size(v) > grain]
@@ -233,9 +234,9 @@ class Residuals:
     def _without_some(
         self, more: Point, less: Point, beside: Iterable[_jax.Var]
     ) -> Iterator[Point]:
-        """Leave out of `more` one variable after another, the least time for its bytes first.
+        """Yield choices that leave out variables of `more` one by one, least time per byte first.
 
-        What lies `beside` may be stored instead.
+        Variables `beside` it may be stored instead.
         """
         stored = dict.fromkeys((*self._costless, *more.stored, *beside))
         kept, grain = more.stored, self._bytes(more.stored) // RESOLUTION
@@ -256,7 +257,7 @@ class Residuals:
         return sum(_size(v) for v in stored if v not in self._costless)
 
     def _again(self, stored: Container[_jax.Var]) -> tuple[float, set]:
-        """Return the picoseconds to make the residuals of what is stored, and what is read."""
+        """Return the picoseconds to make the residuals from `stored`, and the variables read."""
         read, again, pending = set(self.given), {}, list(self.wanted)
         while pending:
             if (v := pending.pop()) not in read:
@@ -281,7 +282,7 @@ class Residuals:
         return [point for point in self.choices if point.price <= price][-1]
 
     def cut(self, point: Point) -> Cut:
-        """Divide the step for a choice of what to store."""
+        """Divide the step for a choice of stored values."""
         j, maker = self.step, equations.maker_of(self.step)
         given = {*j.invars[: self.constants], *j.invars[self.slices :]}
         met, needed, hoisted, read = given.union(point.stored), set(), [], set()

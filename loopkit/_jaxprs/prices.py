@@ -2,7 +2,7 @@
 
 The prices were measured in a loop over the primitive alone. They are right within a factor of about
 two, from 1 to 1,000,000 numbers of 32 bits. `python benchmarks/costs.py` measures them again.
-Decisions follow from ratios: does a loop run a step again, or store its results?
+Only ratios matter for a decision, such as whether to run a step again or to store its results.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from loopkit import _jax
 
 EQUATION = 0.3
-"""The nanoseconds that an equation takes at least: it is part of a kernel with others."""
+"""The fewest nanoseconds that an equation takes, as part of a kernel with others."""
 ELEMENT = 0.04
 """The nanoseconds for an element of plain arithmetic; one vector instruction computes many."""
 FLOPS = 120.0
-"""The floating-point operations of a product of matrices in a nanosecond."""
+"""The floating-point operations per nanosecond in a product of matrices."""
 
 _PLAIN = """
     abs add add_any and ceil clamp clz complex conj convert_element_type copy copy_p eq eq_to floor
@@ -34,11 +34,11 @@ _FREE = """
     random_unwrap random_wrap reshape sharding_constraint split squeeze stop_gradient tie unstack
 """
 FREE = frozenset(_FREE.split())
-"""Primitives that cost nothing for each element: the kernel that reads the result computes them."""
+"""Primitives without a cost per element: the kernel that reads the result computes them."""
 
 
 class Price(NamedTuple):
-    """The nanoseconds for any number of elements, and the nanoseconds for each element."""
+    """A price in nanoseconds: `start` for any number of elements, and `element` for each."""
 
     start: float
     element: float
@@ -78,7 +78,7 @@ _PRICES = {
 PRICES = {name: Price(*of) for names, of in _PRICES.items() for name in names.split()}
 """Prices of primitives whose time depends on the elements of their largest operand or result."""
 WHOLE = {"div": Price(3, 0.7), "rem": Price(3, 0.7)}
-"""Prices of primitives that take another time for integers."""
+"""Prices for integers, of primitives whose time differs for them."""
 _COLLECTIVE = """
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute
     preduced precv psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax
@@ -108,13 +108,13 @@ _LIBRARY = {
     "tridiagonal": (250, 13, 0.024),
 }
 LIBRARY = {name: of for names, of in _LIBRARY.items() for name in names.split()}
-"""Prices of factorisations: a call, each element of the matrix, and each times the smaller side."""
+"""Prices of factorisations: per call, per element, and per element times the smaller side."""
 SCATTERS = [f"scatter{s}" for s in ("", "-add", "-sub", "-mul", "-min", "-max")]
 CACHED_ARRAY = 1 << 18
 """The words of a matrix that fit in a core's cache."""
 INLINE, MULTIPLE = 27, 8
-"""The most products for which a kernel multiplies two small matrices itself, and the number that
-the sides of larger matrices should be multiples of."""
+"""The most multiplications for which a kernel multiplies two small matrices itself, and the number
+that the sides of larger matrices should be multiples of."""
 
 
 def nanoseconds(eqn: _jax.Equation) -> float:
@@ -189,11 +189,11 @@ TOUCHED = {
     **dict.fromkeys(("dynamic_update_slice", "loopkit_write", "swap", "addupdate"), 1),
     **dict.fromkeys(("gather", "slice", "dynamic_slice", "loopkit_read", "get"), -1),
 }
-"""The operand that primitives copy which touch a part of an array; -1 is the result."""
+"""The operand that is copied by a primitive which touches a part of an array; -1 is the result."""
 
 
 def touched(eqn: _jax.Equation) -> _jax.Atom:
-    """Return what an equation copies which touches a part of an array."""
+    """Return the variable that is copied by an equation which touches a part of an array."""
     return eqn.invars[at] if (at := TOUCHED[eqn.primitive.name]) >= 0 else eqn.outvars[0]
 
 

@@ -1,9 +1,9 @@
-"""Products of matrices whose axes lie together, as products of fewer axes.
+"""Merge adjacent axes in products of matrices.
 
 The gradient of w in x @ w is a sum over all axes of x but the last. If there are several, XLA for
 CPUs copies an operand to move them, and takes 1.4 to 2.5 times as long as for the same sum over one
-axis. To merge axes that lie together moves nothing. Other compilers move no axes, and on several
-devices an axis may be divided between them.
+axis. Merging adjacent axes moves nothing. Other compilers move no axes, and on several devices an
+axis may be divided between them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from loopkit import _jax
 from loopkit._jaxprs import equations
 
 Run = tuple[int, ...]
-"""Axes of an operand that lie together, and are all summed over or all not."""
+"""Adjacent axes of an operand that are all summed over, or all not."""
 MOVED = 1 << 14
-"""The bytes of an operand that are worth not moving."""
+"""The fewest bytes of an operand for which it pays not to move axes."""
 
 
 def with_merged_axes(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
@@ -34,7 +34,7 @@ def with_merged_axes(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def ready_to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr of whose products transposes sum over merged axes, but for those in loops.
+    """Return a jaxpr whose products have transposes that sum over merged axes, except in loops.
 
     It is the same object unless there is one device, a CPU.
     """
@@ -56,7 +56,7 @@ def product(eqn: _jax.Equation, left: jax.Array, right: jax.Array) -> Any:
 
 
 def _with_calls(jaxpr: _jax.Jaxpr, gains: Callable[[Any], bool]) -> _jax.Jaxpr:
-    """Return a jaxpr with calls of functions that merge axes for products that gain by it."""
+    """Return a jaxpr in which products that gain by merging axes call a function that does so."""
 
     def as_call(eqn: _jax.Equation) -> _jax.Equation:
         if eqn.primitive.name != "dot_general" or not gains(eqn):
@@ -70,13 +70,13 @@ def _with_calls(jaxpr: _jax.Jaxpr, gains: Callable[[Any], bool]) -> _jax.Jaxpr:
         (call,) = _jax.open_jaxpr(made).eqns
         return eqn.replace(primitive=call.primitive, params=call.params)
 
-    # Kernels of Pallas are written for a device, and loops are lowered by themselves.
+    # Pallas kernels are written for a device, and loops are lowered by themselves.
     as_it_is = lambda eqn: not eqn.params.keys().isdisjoint(("loop", "grid_mapping"))
     return equations.map_equations(jaxpr, as_call, as_it_is)
 
 
 def _gains_by_merging(eqn: _jax.Equation) -> bool:
-    """Return whether a transpose of a product sums over several axes, of many bytes."""
+    """Return whether a transpose of a product sums a large array over several adjacent axes."""
     is_large = _jax.byte_count(eqn.outvars[0].aval) >= MOVED
     return is_large and any(_are_long(_free(eqn, k, v.aval.ndim)) for k, v in enumerate(eqn.invars))
 
@@ -100,7 +100,7 @@ def _merged_product(eqn: _jax.Equation, *operands: jax.Array) -> Any:
 
 
 def _summed(eqn: _jax.Equation) -> list[tuple[Run, Run]]:
-    """Return the axes that are summed over, in runs that lie together in both operands."""
+    """Return the axes that are summed over, in runs that are adjacent in both operands."""
     (left, right), _ = eqn.params["dimension_numbers"]
     runs: list[tuple[Run, Run]] = []
     for i, k in sorted(zip(left, right, strict=True)):
@@ -112,7 +112,7 @@ def _summed(eqn: _jax.Equation) -> list[tuple[Run, Run]]:
 
 
 def _free(eqn: _jax.Equation, side: int, count: int) -> list[Run]:
-    """Return which of `count` axes only one operand has, in runs that lie together."""
+    """Return which of the `count` axes of an operand only it has, in adjacent runs."""
     summed, batched = eqn.params["dimension_numbers"]
     runs: list[Run] = []
     for axis in range(count):
@@ -126,7 +126,7 @@ def _free(eqn: _jax.Equation, side: int, count: int) -> list[Run]:
 
 
 def _merged(shape: Sequence[int], runs: Sequence[Run]) -> tuple[list[int], list[int]]:
-    """Return a shape whose runs are one axis each, and the new place of each axis."""
+    """Return a shape with each run merged into one axis, and the new index of each axis."""
     follows = {axis for run in runs for axis in run[1:]}
     sizes: list[int] = []
     places = []

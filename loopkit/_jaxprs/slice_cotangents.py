@@ -1,9 +1,9 @@
-"""Arrays that are read in slices, so that their cotangents are added to in place.
+"""Add in place to the cotangents of arrays that are read in slices.
 
-JAX's transpose of a slice is an array of zeros with one slice set. If every step reads a row of a
-table, that is as much work in each step as the table is large. Here, each read of a constant's
-tangent passes the tangent on to the next read, and the last one is a result. The transpose then
-gets the cotangent so far, and adds to it slice by slice.
+JAX transposes a slice to an array of zeros with one slice set. If every step reads a row of a
+table, each step then does as much work as the table is large. Here, each read of a constant's
+tangent passes the tangent on to the next read, and the last one is a result. So the transpose gets
+the cotangent so far, and adds to it slice by slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loopkit._buffers.window import Window
 from loopkit._jaxprs.dataflow import interpret_marked
 
 SEVERAL = 8
-"""The number of slices from which adding in place takes less time than adding padded slices."""
+"""The fewest slices for which adding in place takes less time than adding padded slices."""
 
 
 SLICES = lax.slice_p, lax.dynamic_slice_p, lax.gather_p
@@ -36,7 +36,7 @@ class Latest(NamedTuple):
 
 
 def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], count: int) -> list:
-    """Return the first `count` tangents, read and passed on, and then what the jaxpr returns."""
+    """Return the first `count` tangents, as last reads pass them on, and the jaxpr's outputs."""
     latest = list(tangents[:count])
     now = lambda v: latest[v.place] if isinstance(v, Latest) else v
 
@@ -53,14 +53,17 @@ def passed_on(jaxpr: _jax.Jaxpr, known: Sequence[Any], tangents: Sequence[Any], 
 
 
 def read_in_slices(eqns: Sequence[_jax.Equation]) -> frozenset[_jax.Var]:
-    """Return the variables of which several equations read a slice."""
+    """Return the variables of which `SEVERAL` equations or more read a slice."""
     read = (eqn.invars[0] for eqn in eqns if eqn.primitive in SLICES)
     counts = Counter(v for v in _jax.variables(read) if _jax.is_differentiable(v.aval))
     return frozenset(v for v, count in counts.items() if count >= SEVERAL)
 
 
 def as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
-    """Return the results of an equation that reads slices of its first operand, and the operand."""
+    """Return the results of an equation that reads slices, and its first operand, passed on.
+
+    Return None for any other equation.
+    """
     params = eqn.params
     if eqn.primitive is lax.slice_p and params["strides"] is None:
         starts, ends = params["start_indices"], params["limit_indices"]

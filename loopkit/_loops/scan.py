@@ -1,4 +1,4 @@
-"""`scan`: the scan of lax, with checkpoints, which can stop early."""
+"""`scan`: lax's scan with checkpoints and early stopping."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
     - `init`: a pytree of arrays, the initial carry. Leaves that are not arrays, such as a model's
       functions and names, pass through unchanged: a step returns the same leaves, or equal ones.
     - `xs`: a pytree of arrays, scanned over along `in_axes`; None for no input. Every step gets
-      leaves that are not arrays, Python's numbers among them, as they are, and `ys` may hold them.
+      leaves that are not arrays, including Python numbers, unchanged, and `ys` may hold them.
     - `length`: steps, a static int; needed if no leaf of `xs` is scanned over. If it is symbolic
-      (`jax.export`), the loop is lax's, and takes only settings that lax has.
+      (`jax.export`), lax runs the loop, and only settings that lax has are allowed.
     - `reverse`: go from the last row of `xs` and `ys` to the first.
     - `unroll`: the steps in one iteration of the compiled loop; True or 0 for all steps.
     - `_split_transpose`: as in `jax.lax.scan`; the loop then stores every step.
@@ -137,8 +137,8 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
 
     **Raises:**
 
-    `TypeError` if `f` or `until` returns something of another structure or type than it should,
-    `ValueError` if lengths disagree or an argument has a wrong value.
+    `TypeError` if `f` or `until` returns something of the wrong structure or type, `ValueError` if
+    lengths disagree or an argument has a wrong value.
 
     !!! example
 
@@ -159,7 +159,7 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
     """
     name = NAMES.function
     validate.check_callable(name, NAMES.body, f)
-    # A number of Python has no axis. With `in_axes=None`, it becomes an array that every step gets.
+    # A Python number has no axis. With `in_axes=None`, it becomes an array that every step gets.
     numbers = isinstance(in_axes, int)
     inputs = Inputs.of(wrapped(name, "xs", xs, numbers=numbers), in_axes, length)
     asked = LoopOptions(unroll, checkpoints, memory, buffers, return_info, lanes, progress, debug)

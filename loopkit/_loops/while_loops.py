@@ -1,6 +1,6 @@
-"""`while_loop` and `fori_loop`: the loops of lax without rows, differentiable in every mode.
+"""`while_loop` and `fori_loop`: lax's loops that stack nothing, differentiable in every mode.
 
-A `fori_loop` with static bounds is a scan of nothing; with traced bounds, it is a while loop.
+A `fori_loop` with static bounds is a scan without `xs`; with traced bounds, it is a while loop.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def while_loop(
     - `return_info`: also return a `LoopInfo`.
     - `lanes`: what lanes do after they have stopped, if `cond_fun` differs between lanes of
       `jax.vmap`. "wait": they take steps that do not count until all have stopped, as in lax.
-      "compact": once only a part of the lanes is left, it goes on in a loop of fewer lanes, which
+      "compact": once enough lanes have stopped, the others go on in a loop of fewer lanes, which
       may happen several times. A tuple: decreasing numbers of lanes to go on with; numbers that
       are not smaller than the batch are ignored. "flatten": a lane that has finished an inner loop
       of `body_fun` goes on with its own next step, while others are still inside. If no inner loop
@@ -137,8 +137,8 @@ def while_loop(
 
     **Raises:**
 
-    `TypeError` if a function returns something of another structure or type than it should, or an
-    argument is of the wrong type; `ValueError` if an argument has a wrong value.
+    `TypeError` if a function returns something of the wrong structure or type, or an argument is of
+    the wrong type; `ValueError` if an argument has a wrong value.
 
     !!! example
 

@@ -1,1 +1,1 @@
-"""Plans: what a backward pass keeps, from a budget."""
+"""Plans: what a backward pass keeps within a budget."""

@@ -1,4 +1,4 @@
-"""Read what users say a loop may keep for its backward pass: `checkpoints` or `memory`."""
+"""Read `checkpoints` and `memory`: how much a loop may keep for its backward pass."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Bytes:
     host: int | None = None
     """A second budget, for checkpoints in the host's memory. None keeps them on the device."""
     saves: Callable[..., Any] | None = None
-    """A policy of `jax.checkpoint`, which says what may be kept of a step."""
+    """A policy of `jax.checkpoint`, which says what of a step may be kept."""
 
 
 @dataclass(frozen=True)
 class Part(Bytes):
-    """The bytes that one loop may take of the budget of a whole program.
+    """One loop's part of the budget of a whole program, in bytes.
 
-    They were found for a first derivative. A loop that needs more, as one of a second derivative
-    may, takes as few bytes as it can.
+    It is planned for a first derivative. A loop that needs more, such as one of a second
+    derivative, takes as few bytes as it can.
     """
 
     number: int | None = 0
     """The number of the loop in its program; 0 before it has one, None once it has its part. Until
     then, it has the default plan."""
     measured: bool = False
-    """Whether the budget limits what the compiler reports, and not what loopkit predicts."""
+    """Whether the budget limits what the compiler reports instead of what loopkit predicts."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of what a loop keeps without a budget. It applies if those bytes are many."""
+    """A part of what a loop keeps without a budget. It applies only if that is many bytes."""
 
     part: float = 1.0
     likely: float = 1.0
@@ -74,13 +74,13 @@ def stores_every_step(budget: object) -> bool:
 
 
 def said(budget: object) -> str:
-    """Return, for errors, the `checkpoints` that asked to keep something of every step."""
+    """Describe, for errors, the `checkpoints` that ask to keep something of every step."""
     policy = policy_of(budget)
     return repr(budget) if policy is None else f"the policy `{_jax.name_of(policy)}`"
 
 
 def policy_of(budget: object) -> Callable[..., Any] | None:
-    """Return the policy that says what may be kept of a step; None if the budget has none."""
+    """Return the policy that says what of a step may be kept; None if the budget has none."""
     return budget.saves if isinstance(budget, (Bytes, Policy)) else None
 
 
@@ -140,9 +140,9 @@ def for_phases(budget: Budget, widths: Sequence[int]) -> list[Budget]:
     """Split the budget of a loop of many lanes among its phases of fewer and fewer lanes.
 
     Without a budget, each phase keeps the same part of what it would keep alone, so that all phases
-    together keep what the loop of all lanes would. A budget in bytes is halved for each phase: half
-    of what is left. What the last phase leaves is for moving the lanes. A budget in carries counts
-    carries of all lanes; there, the last phase takes all that is left.
+    together keep what the loop of all lanes would. With a budget in bytes, each phase takes half of
+    what is left; the rest is for moving the lanes. A budget in carries counts carries of all lanes.
+    It is split in the same way, but the last phase takes all that is left.
     """
     last = len(widths) - 1
     if isinstance(budget, Bytes):

@@ -1,4 +1,4 @@
-"""The fastest plan within a budget of bytes.
+"""Find the fastest plan within a budget of bytes.
 
 Among the plans that fit, loopkit takes the one with the least predicted time, or a smaller one that
 takes hardly longer. That time counts bytes as well as steps: reading and writing a byte costs more
@@ -18,26 +18,26 @@ from loopkit._plans.plan import Plan
 FEW_SLOTS = 32
 """The slots that a loop of unknown length may use, however large its carry."""
 FEW_SEGMENTS = 8
-"""The fewest segments of which a plan may keep the last ones, in as many parts."""
+"""The fewest segments of a plan that keeps the last ones; also the parts it counts them in."""
 MANY_SLOTS = 1024
-"""The most slots, and the most steps in a segment, that a loop needs, however small its carry."""
+"""The most slots, or steps in a segment, of a loop of unknown length, however small its carry."""
 PLACED = 128
-"""The most slots if a schedule places the checkpoints online: its tables grow with the slots."""
+"""The most slots if checkpoints are placed online: the tables grow with the slots."""
 SPLIT = 512
-"""The most slots if a schedule for a known number of steps splits the recomputation."""
+"""The most slots of a schedule for a known number of steps."""
 NEAR_LEAST_TIME = 1.02
 """A plan may take this many times the least predicted time if it moves less to the host."""
 HARDLY_LONGER = 1.01
 """A gradient may take this many times the least predicted time if it needs fewer bytes."""
 BACK = 2.0
-"""The time to go back over a step, whatever the plan, relative to the time to run it."""
+"""The time to reverse a step, whatever the plan, relative to the time to run it."""
 NEXT_SLOTS = 1.15
-"""The ratio of the numbers of slots to try, from 14 on. They do not depend on the budget: so a
-larger one has all plans of a smaller one."""
+"""The ratio of one number of slots to try to the next, from 14 on. The numbers do not depend on the
+budget, so a larger budget has all plans of a smaller one."""
 NEXT_SEGMENT, NEXT_OF_FEW = 1.15, 1.5
-"""The ratio of the lengths of segments to try, for one budget and for each of many sizes."""
+"""The ratio of one segment length to try to the next: for one budget, or for all sizes."""
 PLANNED_REACH = 100
-"""A loop without a bound is planned for this many steps to each carry of its budget."""
+"""A loop without a bound is planned for this many steps per carry in its budget."""
 
 
 class TooLittle(ValueError):
@@ -59,11 +59,11 @@ def cheapest_plan(
     unasked: Plan | None = None,
     firm: bool = True,
 ) -> Plan:
-    """Return the fastest plan of at most `count` bytes and `most` slots, by prediction.
+    """Return the plan with the least predicted time in at most `count` bytes and `most` slots.
 
     With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
-    that loopkit would take without a budget. If the bytes are `firm`, the plan is the smallest of
-    those that take hardly longer and run no more steps, and it is an error if nothing fits.
+    that loopkit would take without a budget. If the bytes are `firm`, the result is the smallest
+    plan that takes hardly longer and runs no more steps, and it is an error if nothing fits.
     """
     steps = loop.bound
     if steps is None:
@@ -89,9 +89,9 @@ def cheapest_plan(
 
 
 def _hardly_slower(plans: Sequence[Plan], steps: int) -> Plan:
-    """Return the first plan that takes hardly longer than the last, and runs no more steps.
+    """Return the first plan that takes hardly longer than the last one and runs no more steps.
 
-    Predictions are no better, and memory that hardly saves time often costs some.
+    Predictions are no more precise, and memory that hardly saves time often costs some.
     """
     rest, runs = BACK * steps * plans[-1].step.run, runs_again(plans[-1], steps)
     most = HARDLY_LONGER * (plans[-1].nanoseconds(steps) + rest) - rest
@@ -109,8 +109,8 @@ def _by_size(loop: Plan, steps: int, small: tuple[Plan, ...]) -> list[Plan]:
 def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None) -> list[Plan]:
     """Return plans from the fastest to the smallest, each the fastest in its bytes.
 
-    They take at most `most` bytes of the device and, if those are given, `host` bytes of the host.
-    More bytes do not remove any plan from the list.
+    They take at most `most` bytes on the device and, if given, `host` bytes on the host. More bytes
+    remove no plan from the list.
     """
     small = [*_smallest(loop), *([] if unasked is None else [unasked])]
     few = min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
@@ -127,8 +127,8 @@ def _worth_their_bytes(
 ) -> list[Plan]:
     """Return plans from the smallest to the fastest.
 
-    Each takes less time than all smaller ones, and runs no more steps. The time of a run is surer
-    than that of a byte.
+    Each takes less time than all smaller ones, and runs no more steps. The predicted time of a run
+    is more reliable than that of a byte.
     """
     found: list[Plan] = []
     least, runs = math.inf, math.inf
@@ -141,25 +141,25 @@ def _worth_their_bytes(
 
 
 def runs_again(plan: Plan, steps: int) -> int:
-    """Return the runs of a step going back, in whole or for its residuals alone."""
+    """Return how often steps run in the backward pass, whole or for their residuals alone."""
     twice = plan.strategy in ("every segment", "schedule") and plan.segment > 1
     return plan.evaluations(steps)[1] + steps * (twice and plan.store == "carries")
 
 
 def steps_of(loop: Plan) -> int:
-    """Return the steps for which plans of a loop are compared."""
+    """Return the number of steps for which plans of a loop are compared."""
     return PLANNED_REACH * FEW_SLOTS if loop.bound is None else loop.bound
 
 
 def _smallest(loop: Plan) -> Iterator[Plan]:
-    """Yield plans, among them the one that needs the fewest bytes."""
-    bound, few = loop.bound, 1 + loop.host  # on the host, also a slot with memory
+    """Yield plans, including the one that needs the fewest bytes."""
+    bound, few = loop.bound, 1 + loop.host  # on the host, one slot needs memory
     yield replace(loop, slots=few)
     if bound is None:
         return
     for price in _prices(loop):
         yield replace(loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True)
-    # If each segment has a slot, the plan needs no tables. Those may be larger than small carries.
+    # If each segment has a slot, the plan needs no tables, which may be larger than small carries.
     segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
     for segment in segments.union(_leaves(bound, loop.exact)):
         slots = max(few, -(-bound // segment))
@@ -197,9 +197,9 @@ def _refusal(
 def _candidates(
     loop: Plan, steps: int, most: int | None, ratio: float, host: int | None = None
 ) -> Iterator[Plan]:
-    """Yield plans of all sizes, with at most so many slots, those for rows included.
+    """Yield plans of all sizes, with at most `most` slots, including those that rows take.
 
-    `ratio` is that of one length of segments to the next. With `host`, slots fill so many bytes.
+    `ratio` is that of one segment length to the next. With `host`, slots fill that many bytes.
     """
     step, bound = loop.step, loop.bound
     if bound is not None:
@@ -216,7 +216,7 @@ def _candidates(
             if host is not None:
                 counts = [_slots_in(host, plan, segments)]
             elif price and bound is not None and most is None:
-                counts = [segments]  # what runs a part again does not run whole steps again, too
+                counts = [segments]  # what reruns parts of steps does not also rerun whole steps
             else:
                 counts = _slot_counts(plan, segments, most)
             for slots in counts:
@@ -235,21 +235,21 @@ def _keeping_last(plan: Plan) -> Iterator[Plan]:
 
 
 def can_keep_last(plan: Plan) -> bool:
-    """Return whether the last segments may keep their rows: on the device, and without a log."""
+    """Return whether the last segments may keep their rows: not on the host, and not with a log."""
     moved = plan.host or plan.step.buffer_bytes or plan.step.offloaded_bytes
     known = plan.exact and plan.strategy == "every segment" and plan.store == "residuals"
     return known and not moved
 
 
 def _slot_counts(plan: Plan, segments: int, most: int | None) -> list[int]:
-    """Return the numbers of slots to try for so many segments."""
+    """Return the numbers of slots to try for this many segments."""
     last = min(segments, SPLIT if plan.exact else PLACED)
     slots, found = min(segments, 1 + plan.host), []
     while slots <= last:
         found.append(slots)
         slots = max(slots + 1, int(slots * NEXT_SLOTS))
     found += [last] if plan.bound is None else [last, segments]
-    if most is not None:  # in carries, those for the rows of a segment included
+    if most is not None:  # in carries, including those that the rows of a segment take
         slot = plan.step.carry_bytes + 4
         left = most * slot - plan.row_bytes
         room = max(left // slot, min((left + slot - 4) // slot, SPARED))
@@ -259,14 +259,14 @@ def _slot_counts(plan: Plan, segments: int, most: int | None) -> list[int]:
 
 
 def _slots_in(host: int, plan: Plan, segments: int) -> int:
-    """Return how many slots fit in so many bytes of the host."""
+    """Return how many slots fit in this many bytes on the host."""
     if (every := host // plan.step.carry_bytes) >= segments:
         return segments if plan.bound is not None else min(segments, PLACED)
     return min(every, host // (plan.step.carry_bytes + 4), SPLIT if plan.exact else PLACED)
 
 
 def _prices(loop: Plan) -> list[float]:
-    """Return the prices at which the residuals are stored in different ways."""
+    """Return the prices from which residuals are stored in different ways."""
     return [row.price for row in loop.step.rows]
 
 
@@ -289,7 +289,7 @@ def _leaves(steps: int, exact: bool, ratio: float = NEXT_SEGMENT) -> list[int]:
 def near_divisor(bound: int, segment: int) -> int:
     """Return a divisor of `bound` near `segment`, or `segment` if there is none.
 
-    If all segments have one length, compilers know how many steps each loop takes.
+    If all segments have the same length, the compiler knows how many steps each loop takes.
     """
     near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
     divisors = [k for k in near if bound % k == 0]

@@ -1,4 +1,4 @@
-"""The costs that a plan depends on: of one step of a loop, of bytes, and of what goes on beside."""
+"""The costs that a plan depends on: those of a step, of bytes, and of everything around a step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from loopkit._jaxprs.kernels import ONE_THREAD, rows_at_a_time
 
 Store = Literal["carries", "residuals"]
 Strategy = Literal["every residual", "every carry", "every segment", "schedule"]
-"""The steps that the forward pass saves: every step (residuals or carries), or the first of every
-segment. With "schedule", it saves carries in as many slots as there are."""
+"""Which steps the forward pass saves: every step (residuals or carries), or the first of every
+segment. With "schedule", a schedule decides which carries are in the slots."""
 
 
 class Row(NamedTuple):
-    """One way to store the residuals of a step: store some, and run the others again from them."""
+    """One way to store the residuals of a step: store some, and make the others again from them."""
 
     price: float
     """The price of a byte, in nanoseconds, from which this way is best. 0: it reruns nothing."""
     bytes: int
     arrays: int
     nanoseconds: float
-    """The time to run again what is not stored, without cheap equations."""
+    """The time to make again what is not stored, without cheap equations."""
 
 
 class StepCosts(NamedTuple):
@@ -43,9 +43,9 @@ class StepCosts(NamedTuple):
     product_bytes: int = 0
     """The bytes of deferred products, which a segment adds up."""
     log_bytes: int = 0
-    """The bytes that a step logs of what it displaces in buffers that checkpoints leave out."""
+    """The bytes that a step logs to undo its writes to buffers, which checkpoints leave out."""
     buffer_bytes: int = 0
-    """The bytes of the buffers that are logged."""
+    """The bytes of the buffers that are undone."""
 
     carry_arrays: int = 0
     """The number of arrays in a checkpoint."""
@@ -58,15 +58,15 @@ class StepCosts(NamedTuple):
     smaller_rows: tuple[Row, ...] = ()
     """Ways to store fewer bytes than all residuals, from more bytes to fewer, at higher prices."""
     slice_bytes: int = 0
-    """The bytes of the slices of xs and ys of a step, whose arrays are in use all along."""
+    """The bytes of the slices of xs and ys of a step, whose arrays are in use throughout."""
     largest_carry: int = 0
     """The bytes of the largest array in the carry."""
     largest_residual: int = 0
     """The bytes of the largest array among the residuals of a step."""
     device: Accelerator | None = None
-    """The accelerator that takes these times, if it is one."""
+    """The accelerator that takes these times; None for a CPU."""
     pooled: float = 0.0
-    """Nanoseconds that a step takes more if it reads arrays that are too large for one thread."""
+    """The extra nanoseconds of a step that reads arrays too large for one thread."""
 
     @property
     def array(self) -> float:
@@ -79,8 +79,7 @@ class StepCosts(NamedTuple):
         return SEGMENT if self.device is None else 4 * self.device.launch
 
     def to_host(self, count: int, steps: int) -> float:
-        """Return the nanoseconds to bring bytes to the host and back, beyond those of the steps
-        that run meanwhile."""
+        """Return the nanoseconds to copy bytes to the host and back that steps do not hide."""
         beside = self.device is not None and self.device.copies_beside
         return max(0.0, TRANSFER * count - 2 * steps * self.run * beside)
 
@@ -107,25 +106,25 @@ class StepCosts(NamedTuple):
 
     @property
     def working_bytes(self) -> int:
-        """Return about the bytes that live while a step is reversed: residuals and cotangents."""
+        """Return roughly the bytes that live while a step is reversed: residuals and cotangents."""
         return 2 * self.residual_bytes
 
     @property
     def adding(self) -> float:
-        """Return the nanoseconds to add the products of a step to those of others."""
+        """Return the nanoseconds to add products to their sums."""
         return price_of_byte(self.product_bytes, self.device) * self.product_bytes
 
     def handing_over(self, rows: int, store: Store, copied: bool = False) -> float:
-        """Return what a step takes more to go back if so many rows of it are in one array.
+        """Return the extra nanoseconds to reverse a step if this many rows are in one array.
 
-        They may be copied from and to small arrays, a few at a time.
+        If `copied`, rows may be copied from and to small arrays, a few at a time.
         """
         largest = self.largest_carry if store == "carries" else self.largest_residual
         small = rows * largest <= ONE_THREAD or (copied and self.at_a_time(rows))
         return 0.0 if small else self.pooled
 
     def at_a_time(self, steps: int) -> int:
-        """Return how many steps at a time have their residuals copied; 0 if those of all have."""
+        """Return how many steps' residuals are copied at a time; 0 if they are not copied."""
         return rows_at_a_time(steps, self.largest_residual) if self.pooled else 0
 
     def row(self, store: Store, price: float = 0.0) -> Row:
@@ -138,12 +137,12 @@ class StepCosts(NamedTuple):
 UNKNOWN_COSTS = StepCosts(0, 0)
 
 POOLED = 200.0
-"""Nanoseconds to hand one kernel of a step, and what goes back over it, to a pool of threads."""
+"""Nanoseconds to hand one kernel of a step, and what reverses it, to a pool of threads."""
 
 MORE = 1.1
-"""The most runs of a step, relative to the same memory with segments of one step."""
+"""The most runs of a step, relative to those with segments of one step in the same memory."""
 WAITING_REACH = 100
-"""A loop without a bound is planned for this many steps to each slot."""
+"""A loop without a bound is planned for this many steps per slot."""
 SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
 SCHEDULED = 300.0
@@ -151,21 +150,21 @@ SCHEDULED = 300.0
 CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
 """Pairs of a number of bytes in use and the nanoseconds to write and read one byte. Each price
 holds up to its number of bytes. Memory beyond the last cache is new at every call, and the system
-has to clear it first."""
+must clear it first."""
 
 ARRAY = 5.0
 """Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
 IN_PASSING = 0.2
-"""The time of a step to add its product, relative to that of a segment that adds up its own."""
+"""The time to add a product to its sum in each step, relative to doing so once per segment."""
 TRANSFER = 0.055
-"""Nanoseconds to bring a byte to the host and back: 0.029 and 0.026 on an H200, for 64 MB at once.
+"""Nanoseconds to copy a byte to the host and back: 0.029 and 0.026 on an H200, for 64 MB at once.
 """
 COUNTERS = 512
 """The bytes of step numbers and other counters."""
 TABLES = 384
-"""The bytes of tables, beside the counters, that following a schedule needs."""
+"""The bytes of tables, besides the counters, that following a schedule needs."""
 SPARED = 16
-"""The most slots with which the first slot has no memory of its own."""
+"""The most slots of which the first needs no memory of its own."""
 GPU_STEP = 2 * LAUNCH
 """Nanoseconds to launch the kernels of a small step."""
 WAIT = 13_900.0
@@ -175,7 +174,7 @@ WAIT = 13_900.0
 def price_of_byte(count: int, device: Accelerator | None = None, beside: int = 0) -> float:
     """Return the nanoseconds to write and read a byte if `count` bytes are in use.
 
-    The bytes `beside` these pass through the caches, and count only where memory is new.
+    The bytes `beside` these only pass through the caches. They count only toward the last cache.
     """
     if device is not None:
         return device.byte
@@ -184,5 +183,5 @@ def price_of_byte(count: int, device: Accelerator | None = None, beside: int = 0
 
 
 def price_beyond_caches(count: int, device: Accelerator | None) -> float:
-    """Return what a byte takes more than one that a cache holds."""
+    """Return the extra nanoseconds of a byte, compared with one in the nearest cache."""
     return price_of_byte(count, device) - price_of_byte(0, device)

@@ -1,10 +1,10 @@
-"""One price of a byte for all the loops of a program.
+"""Choose plans for all loops of a program with one price per byte.
 
-Each loop has a list of choices: bytes that it needs, and the time that it takes within them. At a
-price, each takes the choice of least time plus price times bytes. The bytes of the program at a
-moment are those of its values, of what loops have saved and not yet reversed, and of the loop that
-is being reversed. As the price rises, they fall. The smallest price at which the program fits is
-the best one, up to what a single step from one choice to the next leaves of the budget.
+Each loop has a list of choices: the bytes that it needs, and the time that it takes with them. At a
+given price, each loop takes the choice with the least time plus price times bytes. At any moment,
+the program needs the bytes of its values, of what loops have saved and not yet reversed, and of the
+loop that is being reversed. These bytes fall as the price rises. The smallest price at which the
+program fits is the best one, up to the bytes that a single change of choice leaves unused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Count(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The bytes that a loop may need, and the time that it takes within them."""
+    """The bytes that a loop may need, and the time that it takes with them."""
 
     saved: int
-    """The bytes from its forward sweep until it is reversed."""
+    """The bytes that it needs from its forward sweep until it is reversed."""
     working: int
-    """The bytes beside these while it is reversed."""
+    """The additional bytes that it needs while it is reversed."""
     nanoseconds: float
     host: int = 0
     """The bytes that it saves in the host's memory."""
@@ -49,12 +49,12 @@ class Moment(NamedTuple):
     values: int
     """The bytes of values, without those that loops save."""
     held: tuple[tuple[Hashable, int], ...] = ()
-    """The loops whose saved values live, and how many times."""
+    """The loops whose saved values live, and how often each counts."""
     reversed: Hashable = None
     """The loop that is being reversed, if one is."""
 
     def bytes(self, chosen: Mapping[Hashable, Choice]) -> int:
-        """Return the bytes that live, for a choice of each loop."""
+        """Return the bytes that live with these choices of the loops."""
         working = 0 if self.reversed is None else chosen[self.reversed].working
         return self.values + working + sum(n * chosen[key].saved for key, n in self.held)
 
@@ -83,7 +83,7 @@ def state_of(moments: Sequence[Moment], chosen: Mapping[Hashable, Choice]) -> St
 
 
 def without_dominated(moments: Iterable[Moment]) -> list[Moment]:
-    """Return the moments of which one has the peak, whatever the loops choose."""
+    """Return the moments that may be the peak, whatever the loops choose."""
     most: dict[Hashable, Moment] = {}
     for m in moments:
         if m[2:] not in most or m.values > most[m[2:]].values:
@@ -94,9 +94,9 @@ def without_dominated(moments: Iterable[Moment]) -> list[Moment]:
 def by_price(
     moments: Sequence[Moment], choices: Choices, host_price: float = 0.0
 ) -> Iterator[State]:
-    """Yield the states that are the best at some price, from a price of zero up.
+    """Yield the states that are the best at some price, in order of price from zero.
 
-    `host_price` is the price of a byte of the host, relative to one of the device.
+    `host_price` is the price of a byte on the host, relative to one on the device.
     """
     size = lambda c: c.saved + c.working + host_price * c.host
     hulls = {key: _hull(some, size) for key, some in choices.items()}
@@ -120,15 +120,15 @@ class Chain:
     def within(self, count: int, host: int | None = None) -> State | None:
         """Return the state of least time within a budget, or None.
 
-        It is that of the smallest price at which the program fits. Between that price and the one
-        before lies a state that does not fit. So one of the loops may take a choice in between.
+        It is the state of the smallest price at which the program fits, or that state with a faster
+        choice for one loop. The state of the price before does not fit.
         """
         fits = lambda s: s.bytes <= count and (host is None or s.host <= host)
         number = next((i for i, s in enumerate(self.states) if fits(s)), None)
         if number is None:
             return None
         found, fastest = self.states[number], self.states[max(0, number - 1)].nanoseconds
-        # What is faster than the state before would make a little more memory slower.
+        # If it were faster than the state before, a little more memory would take more time.
         between = lambda time: fastest <= found.nanoseconds + time < found.nanoseconds
         changed = (
             state_of(self._moments, {**found.chosen, key: choice})
@@ -139,12 +139,12 @@ class Chain:
         return min([found, *filter(fits, changed)], key=lambda s: s.nanoseconds)
 
     def least(self, by_host: bool = False) -> State:
-        """Return the state of the fewest bytes: first of all of the host's, if `by_host`."""
+        """Return the state with the fewest bytes; if `by_host`, those of the host count first."""
         return min(self.states, key=lambda s: (s.host if by_host else 0, s.bytes))
 
 
 def few(items: Iterable[T], most: int) -> list[T]:
-    """Return at most so many items, evenly from the fastest to the smallest."""
+    """Return at most `most` items, spread evenly from the fastest to the smallest."""
     found = fastest_first(items, lambda item: item.bytes)
     if len(found) <= most:
         return found
@@ -152,7 +152,7 @@ def few(items: Iterable[T], most: int) -> list[T]:
 
 
 def fastest_first(items: Iterable[T], size: Callable[[T], float]) -> list[T]:
-    """Return the items to which no other is preferable, from the fastest to the smallest."""
+    """Return the Pareto-optimal items, from the fastest to the smallest."""
     found: list[T] = []
     for item in sorted(items, key=lambda c: (c.nanoseconds, size(c))):
         if not found or size(item) < size(found[-1]):

@@ -1,10 +1,10 @@
-"""A plan: what a loop keeps for its backward pass, and what that is predicted to cost.
+"""A plan: what a loop keeps for its backward pass, and the predicted cost.
 
 A plan cuts the steps into segments of `segment` steps. Going forward, the loop saves the carry at
 the start of a segment in one of `slots`. Going back, it takes one segment at a time. It runs from
 the last checkpoint to the start of the segment, replays the segment, storing one row for each step,
-and reverses it. With a slot for every step, it replays nothing. With the residuals of every step
-stored, it computes nothing again.
+and reverses it. With a slot for every step, it replays nothing. If it stores the residuals of every
+step, it computes nothing again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Plan:
     keeps_all: bool = False
     """Whether the forward pass itself stores the residuals of every step."""
     keeps_last: int = 0
-    """The number of segments, the last ones, whose residuals the forward pass itself stores."""
+    """The number of last segments whose residuals the forward pass itself stores."""
     thinned: bool = False
     """Whether checkpoints are thinned evenly. Otherwise the one that costs least is dropped."""
     host: bool = False
     """Whether the host's memory holds what the forward pass saves."""
     room: int | None = None
-    """The bytes of the device in a budget for device and host. None for any other budget."""
+    """The bytes on the device in a budget for device and host. None for any other budget."""
     bound: int | None = None
     """The most steps that the loop can take; None if nothing bounds it."""
     exact: bool = False
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes that are stored of a segment, or copied of some steps, while it is reversed."""
+        """The bytes stored for a segment, or copied for some steps, while it is reversed."""
         if self.strategy == "every residual":
             return self.exact * self.step.at_a_time(self.bound or 0) * self.row.bytes
         row = 0 if self.strategy == "every carry" else self.row.bytes
@@ -161,7 +161,7 @@ class Plan:
 
     @ft.cached_property
     def peak_bytes(self) -> int:
-        """The predicted bytes of the device, beyond the gradient of a single step."""
+        """The predicted bytes on the device, beyond the gradient of a single step."""
         if self.bound is not None and self.bound <= 1:
             return 0
         return self.slot_bytes - self.host_bytes + self.row_bytes + self.least_bytes
@@ -255,7 +255,7 @@ class Plan:
         return draw(self, self._steps("plot", steps), ax)
 
     def _steps(self, method: str, steps: object) -> int:
-        """Return how many steps a loop takes: its bound, unless `steps` says."""
+        """Return how many steps a loop takes: `steps`, or its bound if that is None."""
         steps = self.bound if steps is None else steps
         if steps is None:
             expected = "must be given for a loop without a bound"
@@ -264,7 +264,7 @@ class Plan:
         return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0 (steps of the loop)")
 
     def nanoseconds(self, steps: int) -> float:
-        """Predict the time beyond what any plan takes to reverse the steps, for comparing plans."""
+        """Predict the time beyond what every plan takes to reverse the steps, to compare plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
         beside = (self.bound or 0) * step.slice_bytes
         price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device, beside)
@@ -294,7 +294,7 @@ class Plan:
 
 @ft.lru_cache(maxsize=256)
 def for_waiting_hosts(plan: Plan) -> Plan:
-    """Return the plan, or one of longer segments whose carries and rows need no more memory.
+    """Return the plan, or one with longer segments whose carries and rows need no more memory.
 
     A GPU runs what the host has launched. If the compiler does not know the length of a loop, the
     host reads the predicate before each iteration, and waits for it. Between two kept carries, it
@@ -312,7 +312,7 @@ def for_waiting_hosts(plan: Plan) -> Plan:
 
 
 def _among_rows(plan: Plan) -> Iterator[Plan]:
-    """Yield plans whose rows lie in slots."""
+    """Yield plans with longer segments, whose rows take the memory of some slots."""
     for segment in range(2, plan.rows + 2):
         slots = plan.rows + plan.spared - (segment - 1)
         if slots > 0:
@@ -338,7 +338,7 @@ def _runs(plan: Plan, steps: int) -> float:
 
 
 def waits(plan: Plan, steps: int) -> int:
-    """Return how often the host waits, going back.
+    """Return how often the host waits in the backward pass.
 
     It waits for each segment that runs to reach another, and at the end of each segment.
     """

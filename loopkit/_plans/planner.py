@@ -1,4 +1,4 @@
-"""A budget in, a plan out: how many checkpoints, how far apart, and what is stored between them."""
+"""Turn a budget into a plan: how many checkpoints, how far apart, and what to store in between."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from loopkit._plans.costs import CACHES, StepCosts, Store
 from loopkit._plans.plan import Plan
 
 KEPT = 1 << 10
-"""The bytes of all residuals up to which a loop keeps them: checkpointing would gain nothing."""
+"""The total residual bytes up to which a loop keeps them: checkpointing would gain nothing."""
 NESTED = 1 << 17
-"""The bytes of all residuals up to which a loop of known length keeps them if its steps run other
+"""The total residual bytes up to which a loop of known length keeps them if its steps run other
 loops. To run such a step again, those loops would be compiled again, at each level of nesting."""
 REPLAYED = 1 << 13
-"""The bytes of all residuals up to which a loop keeps nothing and runs again as a whole. With as
-few bytes of carries, it keeps every carry. If its steps run other loops, it keeps the residuals."""
+"""The total residual bytes up to which a loop keeps nothing and runs again as a whole. With as few
+bytes of carries, it keeps every carry. If its steps run other loops, it keeps the residuals."""
 CACHED_BYTES = CACHES[0][0]
-"""The bytes of all residuals up to which a loop of known length and expensive steps keeps them."""
+"""The total residual bytes up to which a loop of known length with expensive steps keeps them."""
 NESTED_BYTES = CACHED_BYTES << 2
-"""As `CACHED_BYTES`, if the steps run other loops, which a replay would run and compile again, or
-run on an accelerator, which a replay would have to launch again."""
+"""Like `CACHED_BYTES`, for steps that run other loops, which a replay would run and compile again,
+or that run on an accelerator, where a replay would launch them again."""
 EXPENSIVE = 4.0
 """A step is expensive if it takes this many times as long as storing its residuals."""
 CHECKPOINT_BYTES = 1 << 19
-"""The bytes of checkpoints, and of rows, that a loop of unknown length may use: a core's cache
-holds as many, and setting them to zero takes no time worth counting."""
+"""The bytes of checkpoints, and of rows, that a loop of unknown length may use: they fit in a
+core's cache, and setting them to zero takes negligible time."""
 ROOM_FOR_ROWS = 1 << 14
-"""The bytes of rows that a loop of unknown length uses if it does not have to use more."""
+"""The bytes of rows that a loop of unknown length uses, unless 16 rows take more."""
 RECORDED = ROOM_FOR_ROWS >> 6
-"""The bytes of the residuals of a step up to which a loop of unknown length has them in its rows,
-whatever their arrays cost. If it stored carries, it would run each step again to reverse it, and
+"""The residual bytes of a step up to which a loop of unknown length stores residuals in its rows,
+however many arrays they are. If it stored carries, it would run each step again to reverse it, and
 would compile the step once more for that."""
 EVERY_CARRY = 9
-"""The number of steps up to which a loop keeps every carry if that takes less time. Compilers then
-need at most an eighth more than for the fewest bytes."""
+"""The number of steps up to which a loop keeps every carry if that takes less time. The compiled
+gradient then needs at most an eighth more memory than with the smallest plan."""
 LITTLE = 8
-"""A loop keeps every carry, too, if that takes this part of the bytes that live while a step is
-reversed, and is faster. Compilers then get one loop less."""
+"""A loop also keeps every carry if that is faster and adds at most 1 / LITTLE of the bytes that
+live while a step is reversed. The compiler then gets one loop fewer."""
 HARDLY_ANY = 32
-"""The default may take this part of the bytes that live while a step is reversed to be faster."""
+"""The default may add 1 / HARDLY_ANY of the bytes that live while a step is reversed for speed."""
 ALIKE = 2
-"""Residuals are stored in place of the log if they have at most this many times its bytes."""
+"""A loop stores residuals instead of the log if they take at most this many times its bytes."""
 
 
 def best_plan(
@@ -68,8 +68,8 @@ def best_plan(
 ) -> Plan:
     """Return the best plan for a loop whose steps can be undone or saved in several ways.
 
-    It makes one plan for each way. It takes the one of fewest bytes or, within a budget of bytes,
-    the one of least time.
+    loopkit makes one plan for each way. It takes the one with the fewest bytes or, with a budget in
+    bytes, the fastest one.
     """
     plans, refused = [], []
     for step in steps:
@@ -111,7 +111,7 @@ def make_plan(
     if isinstance(budget, Plan):
         return _adapted(budget, loop, name)
     if stores_every_step(budget):
-        if bound is None:  # nobody differentiates some of the loops that are replaced
+        if bound is None:  # an error only now: some replaced loops are never differentiated
             expected = (
                 'can be "all" or a policy only if the number of steps of every loop is bounded'
             )
@@ -175,7 +175,7 @@ def _adapted(plan: Plan, loop: Plan, name: str) -> Plan:
 
 
 def _default(loop: Plan) -> Plan:
-    """Return the default plan: one extra forward pass, about the root of the steps in memory."""
+    """Return the default plan: an extra forward pass, about the square root of the steps stored."""
     plan = _about_the_root(loop)
     if loop.bound is None or not loop.exact or plan.keeps_all:
         return plan
@@ -194,7 +194,7 @@ def _is_expensive(whole: Plan, bound: int) -> bool:
 
 
 def _about_the_root(loop: Plan) -> Plan:
-    """Return the default plan, whatever a step costs."""
+    """Return the default plan of a loop whose steps are not expensive."""
     step, bound = loop.step, loop.bound
     if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
@@ -206,7 +206,7 @@ def _about_the_root(loop: Plan) -> Plan:
     if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
         return replace(loop, slots=1, segment=bound, store="residuals")
     if bound is not None and bound * step.carry_bytes <= REPLAYED and not step.factor_bytes:
-        # A segment of several steps would also be run to its end: one more copy to compile.
+        # A longer segment would also have to run to its end: one more copy to compile.
         return replace(loop, slots=bound)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
@@ -229,7 +229,7 @@ def _about_the_root(loop: Plan) -> Plan:
 
 
 def _balanced(loop: Plan, store: Store, most: int) -> Plan:
-    """Return a plan with a slot for every segment, and slots about as large as rows."""
+    """Return a plan with a slot for every segment, and about as many bytes in slots as in rows."""
     step, bound = loop.step, loop.bound or 0
     row = step.row(store, loop.price).bytes + replace(loop, store=store).factor_bytes
     slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
@@ -250,7 +250,7 @@ def _with_smaller_rows(plan: Plan, bound: int) -> Plan:
 
 
 def _or_every_carry(plan: Plan, little: int = 0) -> Plan:
-    """Return the plan, or one that keeps every carry if that takes `little` more memory."""
+    """Return the plan or, if better, one that keeps every carry in up to `little` more bytes."""
     every = replace(plan, slots=max(1, plan.bound or 1), segment=1, store="carries")
     more = every.peak_bytes - plan.peak_bytes
     if more <= 0 and not little and not plan.step.factor_bytes:

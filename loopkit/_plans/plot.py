@@ -1,4 +1,4 @@
-"""A picture of a plan: which step runs when, and how many bytes are stored meanwhile."""
+"""Draw a plan: which step runs when, and how many bytes are stored at that time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
     kind: str
     time: int
-    """The number of steps run and reversed before."""
+    """The number of steps run and reversed before these."""
     start: int
     stop: int
 
@@ -42,7 +42,7 @@ class Picture(NamedTuple):
 
 
 def picture(plan: Plan, steps: int) -> Picture:
-    """Return the schedule of a loop of `steps` steps."""
+    """Return what to draw for a loop of `steps` steps."""
     if plan.strategy in ("every residual", "every carry"):
         return _every_step(plan, steps)
     segments = -(-steps // plan.segment)

@@ -1,10 +1,10 @@
-"""Choose which code between loops runs again in a gradient: integers, no JAX.
+"""Choose which code between loops runs again in a gradient, with integers instead of JAX values.
 
-A program is a list of blocks of equations, one after another. A stretch is a group of consecutive
-blocks. If a stretch is kept, what its derivative reads lives until it is reversed. If it runs
-again, only what it reads lives until then, and what it stores at the price of a byte; the rest is
-made while the stretch is reversed. A limit on the bytes that one stretch makes then says where the
-stretches end: with a lower limit there are more of them, and more values between them.
+A program is a list of consecutive blocks of equations. A stretch is a group of consecutive blocks.
+If a stretch is kept, what its derivative reads lives until it is reversed. If it runs again, only
+what it reads lives until then, and what is worth storing at a given price; the rest is made while
+the stretch is reversed. A limit on the bytes that one stretch makes determines where stretches end:
+a lower limit gives more of them, and more values between them.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from typing import Any, NamedTuple
 from loopkit._plans.one_price import Moment, fastest_first, without_dominated
 
 LIMITS = 16
-"""For how many limits stretches are found."""
+"""The number of limits to try."""
 PRICES = 12
-"""For how many prices of a byte, at most, a choice is made for each stretch."""
+"""The most finite prices per byte at which to choose whether each stretch runs again."""
 
 Values = frozenset[Hashable]
 Sizes = Mapping[Any, int]
 
 
 class Row(NamedTuple):
-    """A choice of what a block stores if it runs again, the best from a price of a byte on."""
+    """A choice of what a block stores if it runs again, the best one from a price per byte on."""
 
     price: float
     nanoseconds: float
-    """The time to run again what its derivative reads."""
+    """The time to make again what its derivative reads."""
     stored: Values
 
 
 @dataclass(frozen=True)
 class Block:
-    """Equations that are next to each other."""
+    """Consecutive equations of a program."""
 
     reads: Values
-    """The values that it reads of blocks before it."""
+    """The values that it reads from earlier blocks."""
     makes: Values
-    """The values that blocks after it read."""
+    """The values that later blocks read from it."""
     kept: Values
-    """The values that its derivative reads, its own and those of blocks before it."""
+    """The values that its derivative reads, its own and those of earlier blocks."""
     rows: tuple[Row, ...]
     """The choices of what to store if it runs again; empty if it cannot."""
     through: float
-    """The time to run again what blocks after it read, and its derivative does not."""
+    """The time to make again what later blocks read but its derivative does not."""
     moments: tuple[Moment, ...]
     """The moments at which it runs and is reversed, without the bytes of what is kept."""
     loops: tuple[tuple[Hashable, int], ...] = ()
-    """Its loops that save something, and how many times."""
+    """Its loops that save something, and how often each counts."""
     summed: int = 0
-    """The bytes of its cotangents of arguments that blocks after it read too."""
+    """The bytes of its cotangents of arguments that later blocks also read."""
 
     def row(self, price: float) -> Row:
         return [row for row in self.rows if row.price <= price][-1]
 
 
 class Stretch(NamedTuple):
-    """The blocks from `start` to before `stop`."""
+    """The blocks from `start` up to, not including, `stop`."""
 
     start: int
     stop: int
@@ -85,21 +85,21 @@ class Division:
 
     @property
     def bytes(self) -> int:
-        """The most bytes of values that live, without what loops need."""
+        """The most bytes of values that live at once, without what loops need."""
         return max(moment.values for moment in self.moments)
 
 
 def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
-    """Return the program as it is, and the ways to divide it, the fastest first.
+    """Return the undivided program, then the ways to divide it, the fastest first.
 
-    They do not depend on a budget. So what fits in one budget fits in each larger one.
+    They do not depend on a budget, so what fits in one budget fits in every larger one.
     """
     made: dict[tuple[Stretch, ...], None] = {}
     for bounds in _bounds(blocks, sizes):
         pairs = list(zip(bounds, (*bounds[1:], len(blocks)), strict=True))
         for price in _prices(blocks, pairs, sizes):
             *some, last = [_at(price, blocks, *pair, sizes) for pair in pairs]
-            made[(*some, _kept(*pairs[-1]))] = None  # it is reversed at once
+            made[(*some, _kept(*pairs[-1]))] = None  # the last one is reversed at once
             if price == inf:
                 made[(*some, last)] = None
     passing = [_total(values, sizes) for values in _passing(blocks)]
@@ -136,7 +136,7 @@ def _bounds(blocks: Sequence[Block], sizes: Sizes) -> Iterator[list[int]]:
 def _cheapest_bounds(
     blocks: Sequence[Block], made: Sequence[int], crossing: Sequence[int], limit: float
 ) -> list[int]:
-    """Return where stretches start so that the fewest bytes of values go from one to another."""
+    """Return where stretches start so that the fewest bytes of values go from one to the next."""
     costs, starts = [0.0], [0]
     for stop in range(1, len(blocks) + 1):
         best, where, bytes_made = inf, stop - 1, 0
@@ -159,7 +159,7 @@ def _cheapest_bounds(
 
 
 def _prices(blocks: Sequence[Block], pairs: Sequence[tuple[int, int]], sizes: Sizes) -> list[float]:
-    """Return prices at which the choice for a stretch changes, and infinity."""
+    """Return prices at which the choice for a stretch changes, then infinity."""
     found = {row.price for block in blocks for row in block.rows}
     for pair in pairs:
         for price in [row.price for block in blocks[slice(*pair)] for row in block.rows][-1:]:
@@ -173,7 +173,7 @@ def _prices(blocks: Sequence[Block], pairs: Sequence[tuple[int, int]], sizes: Si
 
 
 def _at(price: float, blocks: Sequence[Block], start: int, stop: int, sizes: Sizes) -> Stretch:
-    """Return the better choice for a stretch at a price."""
+    """Return a stretch that is kept or runs again, whichever is better at a price."""
     if not all(block.rows for block in blocks[start:stop]):
         return _kept(start, stop)
     stretch, saved = _again(price, blocks, start, stop, sizes)
@@ -183,7 +183,7 @@ def _at(price: float, blocks: Sequence[Block], start: int, stop: int, sizes: Siz
 def _again(
     price: float, blocks: Sequence[Block], start: int, stop: int, sizes: Sizes
 ) -> tuple[Stretch, int]:
-    """Return a stretch that runs again, and how many bytes less live than if it is kept."""
+    """Return a stretch that runs again, and how many bytes that saves over keeping it."""
     some = blocks[start:stop]
     rows = [block.row(price) for block in some]
     stored = _union(row.stored for row in rows)
@@ -217,7 +217,7 @@ def _moments(
         total += _total(before - live, sizes)
         live |= before
         there, values = set(live), total
-        # A compiler may sum the cotangents of an argument when the stretch has all of them.
+        # The compiler may keep all cotangents of an argument in a stretch before it sums them.
         summed = sum(block.summed for block in blocks[stretch.start : stretch.stop])
         for k in range(stretch.start, stretch.stop):
             block = blocks[k]
@@ -235,7 +235,7 @@ def _moments(
 
 
 def _passing(blocks: Sequence[Block]) -> list[Values]:
-    """Return the values that go past each block, from one before it to one after it."""
+    """Return, for each block, the values that earlier blocks make and later ones read."""
     before, made = [], frozenset[Hashable]()
     for block in blocks:
         before.append(made)

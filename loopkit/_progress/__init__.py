@@ -1,1 +1,1 @@
-"""Progress: what a compiled loop knows of how far it is, and the open bars."""
+"""Progress: the settings of a loop that shows how far it is, and the open bars."""

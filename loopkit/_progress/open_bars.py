@@ -1,9 +1,9 @@
-"""The open bars, by number: functions that compiled loops, and loops in Python, call.
+"""The open bars, by number, and the functions that compiled loops and loops in Python call.
 
-A program runs in the thread that called it, unless the runtime has one for it. Its loops are
-nested, so the bars of a thread are a stack. Nobody inside a program learns that it has failed. So
-its caller closes the bars that it left open. If the caller is not this library, the next bar of
-that thread does."""
+A program runs in the thread that called it, unless the runtime has a thread for it. Its loops are
+nested, so the bars of a thread are a stack. Code inside a program does not learn that the program
+has failed, so its caller closes the bars that it left open. If the caller is not this library, the
+next bar that opens in that thread closes them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 from loopkit._progress.progress import ProgressSettings
 
 INTERVAL = 0.2
-"""Seconds from one update to the next, about. Each takes a loop of short steps a millisecond."""
+"""The approximate seconds between updates. Each costs a loop of short steps a millisecond."""
 SHARE, LONGEST = 100, 1.0
-"""It is as many times longer as an update takes, up to so many seconds."""
+"""The interval is at least `SHARE` times the time of an update, but at most `LONGEST` seconds."""
 UPDATES_FASTER = 8
-"""The most by which the number of steps between two updates may grow from one to the next."""
+"""The largest factor by which the number of steps between updates may grow at each update."""
 NOT_YET = 2**31 - 1
 SILENT = -1
-"""The number of no bar: of all devices that run the same program, the first shows one."""
+"""The number that stands for no bar: of all devices that run a program, only the first has one."""
 
 Run = tuple[int, int] | None
-"""A call of a compiled program, by the frame that waits for it; None if it waits elsewhere."""
+"""A call of a compiled program, named by the frame that waits for it; None if none here does."""
 
 
 class Bar:
@@ -46,13 +46,14 @@ class Bar:
             self.shown.lanes(done, self.lanes)
 
     def is_over(self, stack: set[Run]) -> bool:
-        """Return whether its program has ended, if its thread is in these programs. A bar may wait
-        for another."""
+        """Return whether the bar's program has ended: its frame is not in the thread's `stack`.
+
+        A bar with which a later loop goes on is not over."""
         return self.run is not None and self.progress.last and self.run not in stack
 
     def waits_for(self, progress: ProgressSettings, backward: bool) -> bool:
-        """Return whether it was left open for such a loop."""
-        if backward and self.progress.weight:  # each goes back for itself
+        """Return whether the bar was left open for a loop with this `progress`."""
+        if backward and self.progress.weight:  # backward, each of the loops has its own bar
             return False
         return self.backward == backward and progress.goes_on_with(self.progress)
 
@@ -78,7 +79,10 @@ def opened(
     lanes: int = 0,
     site: object = None,
 ) -> int:
-    """Open a bar and return its number. `site`: where a compiled program opens it."""
+    """Open a bar, or find one left open for the loop; return its number.
+
+    `site`: where a compiled program opens it.
+    """
     with closing_if_it_fails():
         run, stack = _runs()
         _close(_left_open(site, run, stack))
@@ -105,7 +109,7 @@ def updated(number: int, steps: int, done: int = 0, lanes: int = 0) -> int:
 
 
 def closed(number: int, progress: ProgressSettings, backward: bool = False) -> None:
-    """Close a bar after the last step of a loop, unless another goes on with it."""
+    """Close a bar after the last step of a loop, unless another loop goes on with it."""
     bar = _open.get(number)
     own = bar is not None and bar.progress == progress
     if (own and (backward or not progress.first)) or (progress.last and not backward):
@@ -117,8 +121,7 @@ def closed(number: int, progress: ProgressSettings, backward: bool = False) -> N
 
 @contextlib.contextmanager
 def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Callable[[int], Any]]:
-    """Open a bar for a loop in Python, and yield a function that takes the number of steps
-    taken."""
+    """Open a bar for a loop in Python, and yield a function to call with the steps just taken."""
     if progress is None:
         yield lambda _: None
         return
@@ -132,7 +135,7 @@ def bar(progress: ProgressSettings | None, total: int | None) -> Generator[Calla
 def in_parts(
     progress: ProgressSettings | None, total: int | None
 ) -> Generator[ProgressSettings | None]:
-    """Give the loops inside one bar, and yield the settings with which they go on with it."""
+    """Open one bar for all loops inside, and yield the settings with which they share it."""
     if progress is None:
         yield None
         return
@@ -152,7 +155,7 @@ def closing_if_it_fails(number: int = SILENT) -> Generator[None, None, None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to hear of
+        with contextlib.suppress(Exception):  # the first error is the one to raise
             _close([n for n, _ in _of_thread() if n not in before])
         raise
 
@@ -182,7 +185,7 @@ def _left_open(site: object, run: Run, stack: set[Run]) -> list[int]:
 
 
 def _runs() -> tuple[Run, set[Run]]:
-    """Return the program that called, and all programs that this thread is in: their frames."""
+    """Return the frame that waits for the calling program, and all frames of this thread."""
     frame, names, places = sys._getframe(1), [], []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -193,4 +196,4 @@ def _runs() -> tuple[Run, set[Run]]:
 
 
 CALLED_BY = "_wrapped_callback"
-"""The function of JAX that programs call."""
+"""The name of the function of JAX through which programs call the host."""

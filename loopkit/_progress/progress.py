@@ -1,4 +1,4 @@
-"""`progress`: the settings with which a loop shows how far it is, and the bars that it names.
+"""`progress`: the settings with which a loop shows how far it is, and the built-in bars.
 
 tqdm is imported on first use.
 """
@@ -17,9 +17,9 @@ from typing import Any
 from loopkit._arguments import errors
 
 SELDOM = 10.0
-"""Seconds between two lines where nobody looks: what is no terminal keeps all of them."""
+"""Seconds between updates outside a terminal, where every line stays."""
 OFTEN = 0.1
-"""Seconds between two in a terminal."""
+"""Seconds between updates in a terminal or notebook."""
 
 
 def _is_terminal(stream: object) -> bool:
@@ -31,8 +31,7 @@ def _described(name: str, backward: bool) -> str:
 
 
 class TqdmBar:
-    """A bar of tqdm, in a terminal or a notebook; the bar of an inner loop disappears when it
-    closes."""
+    """A tqdm bar, in a terminal or a notebook; that of an inner loop disappears when it closes."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         from tqdm import auto
@@ -40,7 +39,7 @@ class TqdmBar:
         notebook = any(of.__module__ == "tqdm.notebook" for of in auto.tqdm.__mro__)
         often = OFTEN if notebook or _is_terminal(sys.stderr) else SELDOM
         text = _described(name, backward)
-        # None: if it is the outermost, which in a notebook would be: never.
+        # With None, tqdm leaves only the outermost bar; in a notebook, it would leave none.
         leave = not getattr(auto.tqdm, "_instances", ()) if notebook else None
         self.bar = auto.tqdm(total=total, desc=text, mininterval=often, leave=leave, unit="step")
 
@@ -55,7 +54,7 @@ class TqdmBar:
 
 
 class LineBar:
-    """A line of text, in place in a terminal; elsewhere it is written again now and then."""
+    """A line of text, updated in place in a terminal, and elsewhere printed again now and then."""
 
     def __init__(self, total: int | None, *, name: str, backward: bool):
         self.total, self.name, self.steps = total, _described(name, backward), 0
@@ -98,11 +97,11 @@ class ProgressSettings:
     name: str
     """The name of the function that the user called."""
     start: Callable = field(compare=False, repr=False)
-    """Opens a bar, of so many steps."""
+    """Opens a bar for a given number of steps."""
     shown: Any = field(compare=False, repr=False)
     """The object with `update` and `close`, unless `start` returns another one."""
     shown_id: int
-    """Two are the same if they are the very same object."""
+    """The id of the object: settings are equal only for the very same object."""
     told: tuple[str, ...]
     """The keywords that `start` takes, of "name" and "backward"."""
     forward: bool = True
@@ -110,7 +109,7 @@ class ProgressSettings:
     weight: int = 1
     """The user's steps in a step of the loop."""
     whole: int | None = None
-    """The total, where it is not that of the loop: of several loops that have one bar."""
+    """The total number of steps of several loops that share a bar; None for the loop's own."""
     first: bool = True
     """Whether this loop opens the bar; if not, an earlier loop of the same call left it open."""
     last: bool = True
@@ -125,7 +124,7 @@ class ProgressSettings:
         return replace(self, first=self.first and first, last=self.last and last, **more)
 
     def goes_on_with(self, other: ProgressSettings) -> bool:
-        """Return whether it goes on with the bar that another loop left open."""
+        """Return whether this loop goes on with the bar that another loop left open."""
         same = self.name, self.shown_id, self.whole
         return (
             not self.first and not other.last and same == (other.name, other.shown_id, other.whole)
@@ -168,8 +167,8 @@ def _has(value: object, methods: tuple[str, ...]) -> bool:
 
 
 def _keywords(start: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the keywords, of those known of a bar, that `start` takes."""
-    with contextlib.suppress(TypeError, ValueError):  # of some built-in functions nobody can say
+    """Return which of the keywords "name" and "backward" `start` takes."""
+    with contextlib.suppress(TypeError, ValueError):  # some built-in functions have no signature
         parameters = inspect.signature(start).parameters
         every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return tuple(word for word in ("name", "backward") if every or word in parameters)

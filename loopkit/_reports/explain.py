@@ -36,7 +36,7 @@ from loopkit._reports.memory import (
 from loopkit._reports.spelled_out import spelled_out
 
 A_LITTLE_MORE = 1.5
-"""How much more of a budget `explain` looks at, to say what that would save."""
+"""The multiple of a budget that `explain` also plans for, to say what that would save."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Explained:
     scan_bytes: int | None
     """The bytes that jax.lax.scan would store in all; None if nothing bounds the loop."""
     lanes: tuple[int, ...] = ()
-    """Axes of lanes that wait for each other, under `jax.vmap` with a predicate that differs."""
+    """The sizes of vmapped axes whose lanes wait for each other, since their predicates differ."""
 
     waits: str = ""
-    """Why they do, if that was left to loopkit."""
+    """Why the lanes wait, if loopkit chose that."""
     frontier: Frontier | None = None
     """The choices of what to keep of a step, with the time to run the rest again."""
     again: float = 0.0
-    """The part of a step that its reversal runs again beside whole runs, as a part of its time."""
+    """The share of a step's time that its reversal runs again, besides whole runs."""
     gradient: bool = True
-    """Whether the loop has a gradient, if it can have one."""
+    """Whether its steps and settings allow a gradient."""
     with_more: Plan | None = None
-    """The plan in a little more memory, if the loop would run at most half as many steps again."""
+    """The plan in a little more memory, if that at least halves the steps that run again."""
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -125,9 +125,9 @@ class Explanation:
 
     @cached_property
     def gradient(self) -> GradientBytes:
-        """The memory of the gradient in all arguments: `peak`, as predicted, the `holders` of these
-        bytes, the `timeline` of all bytes, and `compiled`, the compiler's figure, which takes as
-        long as to compile the gradient."""
+        """The memory of the gradient in all arguments: the predicted `peak`, the `holders` of these
+        bytes, the `timeline` of all bytes, and `compiled`, the compiler's figure, for which the
+        gradient is compiled."""
         return gradient_bytes(self.program)
 
     @cached_property
@@ -143,7 +143,7 @@ class Explanation:
     @property
     def plan(self) -> Plan:
         """The plan of the only loop of loopkit. A loop accepts it as `checkpoints`; change it with
-        `dataclasses.replace`. A scan that stores every step is one of lax."""
+        `dataclasses.replace`. A scan that stores every step runs as lax's, and is not counted."""
         found = [e.plan for e in self.loops if e.name.startswith("loopkit")]
         if len(found) != 1:
             expected = "must run one loop of loopkit to have a `plan`"
@@ -192,14 +192,19 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     is one loop, `plan` of the whole is its plan. It prints as a table, with a line for each loop,
     or, if `fn` is a gradient, for each half of a loop, forward and backward. `carry` and
     `residuals` are the bytes of one step. `peak` is the prediction of what the gradient of the loop
-    needs beyond that of one step. `runs` count evaluations of the body, with "about" where
-    parts of steps run again. The last column has the bytes that `jax.lax.scan` would store. Lines
-    below the table say why lanes wait if `lanes` is None; the bytes that may be kept of a step, and
-    how long it takes to run the rest again, with the choice that is taken in brackets; which plan a
-    loop follows on a GPU if that is another; which peak would halve the runs backward, if that is
-    at most half as much again as the budget; if a budget in bytes plans loops, or has code run
-    again, the peak of the gradient and what holds most of it; and why `loopkit.checkpointed` or
-    `loopkit.replace_lax_loops` leaves a loop to lax.
+    needs beyond that of one step. `runs` count evaluations of the body, with "about" if parts of
+    steps run again. The last column has the bytes that `jax.lax.scan` would store.
+
+    Lines below the table say:
+
+    - why lanes wait, if `lanes` is None;
+    - how many bytes of a step may be kept, and how long the rest then takes to run again, with the
+      choice that is taken in brackets;
+    - which plan a loop follows on a GPU, if that is another;
+    - which peak would halve the runs backward, if it is at most half as much again as the budget;
+    - the peak of the gradient and what holds most of it, if a budget in bytes plans loops or has
+      code run again;
+    - why `loopkit.checkpointed` or `loopkit.replace_lax_loops` leaves a loop to lax.
 
     **Raises:** `TypeError` if `fn` is not callable.
 
@@ -250,7 +255,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _source(*eqns: _jax.Equation) -> str:
     """Return the source line of an equation or, if it has none, of the nearest one around it.
 
-    Equations of loops that were spelled out have none of their own."""
+    Equations of loops that were spelled out have no source line."""
     out = max((i for i, eqn in enumerate(eqns) if eqn.primitive is evaluated_p), default=0)
     found = next(filter(None, map(_jax.source_of, eqns[out:])), None)
     return "?" if found is None else f"{os.path.basename(found[0])}:{found[1]}"
@@ -273,7 +278,7 @@ def _of_loopkit(source: str, loop: Loop) -> Explained:
 
 
 def _with_more(loop: Loop, plan: Plan) -> Plan | None:
-    """Return the plan in a little more memory, if a budget just misses one of far fewer runs."""
+    """Return the plan in a little more memory, if that at least halves the runs backward."""
     budget, bound = loop.checkpoints, plan.bound
     if not isinstance(budget, Bytes) or budget.host is not None or bound is None:
         return None
@@ -283,7 +288,7 @@ def _with_more(loop: Loop, plan: Plan) -> Plan | None:
 
 
 def _why_waiting(loop: Loop) -> str:
-    """Return why a loop's lanes wait, if `lanes` is None."""
+    """Return why a loop's lanes wait, if loopkit chose that."""
     if loop.lane_policy not in (None, "flatten"):
         return ""
     if (lane := loop.lane) is not None:
@@ -292,8 +297,7 @@ def _why_waiting(loop: Loop) -> str:
 
 
 def _of_lax(source: str, eqn: _jax.Equation) -> Explained:
-    """Describe a loop of lax, as if it were differentiated. A while loop has no gradient and no
-    length, and some steps have no gradient."""
+    """Describe a loop of lax, and what its gradient would store, if it has one."""
     params = eqn.params
     if eqn.primitive.name == "while":
         carry = params["body_jaxpr"].in_avals[params["body_nconsts"] :]

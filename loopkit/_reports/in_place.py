@@ -152,7 +152,7 @@ def _carries(jaxpr: _jax.Jaxpr) -> Iterator[tuple[str, str, Any]]:
             for i, (leaf, aval) in enumerate(zip(loop.carry, loop.carry_types, strict=True)):
                 yield f"loopkit.{loop.name}", leaf.name or f"carry leaf {i}", aval
         if name == "scan":
-            # A carry leaf goes in as it comes out; a y is one row of what comes out.
+            # A carry leaf has one shape inside and outside; a y inside is one row of that outside.
             body = _jax.open_jaxpr(params["jaxpr"])
             for i, (inside, v) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
                 if inside.aval.shape == v.aval.shape:
@@ -187,7 +187,7 @@ def _report(text: str, names: dict[str, dict[str, None]], min_bytes: int) -> InP
 def _source(
     program: CompiledModule, instructions: dict[str, Instruction], copy: Instruction
 ) -> str:
-    """Return the user's line that a copy belongs to: its own, or its operand's or its use's."""
+    """Return the user's line that a copy comes from: its own, or that of an operand or a use."""
     near = [copy, *(instructions[o] for o in copy.operands if o in instructions)]
     near += [i for i in instructions.values() if copy.name in i.operands]
     found = ([x for x in program.lines(i) if not x[0].startswith(_jax.PACKAGE)] for i in near)
@@ -231,20 +231,20 @@ class Instruction:
         return self.type.split("{")[0]
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """Return (role, computation) for each computation that it runs."""
+        """Yield (role, computation) for each computation that the instruction runs."""
         yield from _CALLED.findall(self.rest)
         for names in _BRANCHES.findall(self.rest):
             yield from (("branch", n) for n in _OPERAND.findall(names))
 
     def number(self, key: str) -> int | None:
-        """Return the number that an attribute has."""
+        """Return the value of a numeric attribute, or None."""
         found = re.search(rf"\b{key}=(\d+)", self.rest)
         return None if found is None else int(found[1])
 
 
 @dataclass
 class CompiledModule:
-    """The computations of a compiled program, and the stack frames they name."""
+    """The computations of a compiled program, and its tables of stack frames."""
 
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -274,8 +274,7 @@ class CompiledModule:
         return list(dict.fromkeys(name for role, name in called if role == "body"))
 
     def runs(self, body: str) -> list[str]:
-        """Return the computations that a loop's body runs, itself first, without those of inner
-        loops."""
+        """Return the computations that a loop's body runs, itself first, except inner loops."""
         found, pending = [], [body]
         while pending:
             name = pending.pop(0)
@@ -286,7 +285,7 @@ class CompiledModule:
         return found
 
     def lines(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Return the (file, line) pairs that an instruction is from, innermost first."""
+        """Return the (file, line) pairs that an instruction comes from, innermost first."""
         source = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.rest)
         if source:
             return [(source[1], int(source[2] or 0))]
@@ -299,6 +298,6 @@ class CompiledModule:
             name = self.tables.get("FileNames", {}).get(int(where.get("file_name_id", 0)), "")
             if name:
                 out.append((name.strip('"'), int(where.get("line", 0))))
-            # Written as one more than it is: the parent of an outermost frame, which is 0, as 1.
+            # XLA writes the parent plus one: 1 says that an outermost frame has no parent.
             frame = int(numbers.get("parent_frame_id", 1)) - 1
         return out

@@ -22,18 +22,18 @@ from loopkit._plans.budget import Bytes
 from loopkit._plans.plan import Plan
 
 BY_HAND = "nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable"
-"""Policies of JAX that a picture shows."""
+"""Policies of JAX that plots show."""
 FEW = 3
-"""How many of those that hold bytes at the peak are printed."""
+"""How many holders of bytes at the peak are printed."""
 
 
 class Choice(NamedTuple):
     """A way to keep part of a step."""
 
     bytes: int
-    """Kept of each step."""
+    """The bytes kept of each step."""
     nanoseconds: float
-    """Predicted: to run the rest again, for each step."""
+    """The predicted time to run the rest of a step again."""
     is_taken: bool = False
 
 
@@ -43,7 +43,7 @@ class Frontier:
 
     choices: tuple[Choice, ...]
     by_hand: Callable[[], dict[str, Choice]] = field(compare=False)
-    """The choices of policies of JAX."""
+    """A function that returns the choices of JAX's policies, by name."""
     device: str = ""
     """The accelerator whose times these are; empty for a CPU."""
 
@@ -67,7 +67,7 @@ class Frontier:
 
 
 def frontier_of(loop: Loop, active: Active, plan: Plan) -> Frontier:
-    """Return the frontier of a loop's step; empty where all residuals are small."""
+    """Return the frontier of a loop's step; it is empty if all residuals are small."""
     keeps_rows = plan.keeps_all or (plan.store == "residuals" and plan.segment > 1)
     rows = plan.step.rows if plan.step.smaller_rows else ()
     taken = lambda row: keeps_rows and row == plan.row
@@ -100,12 +100,12 @@ class GradientBytes:
     """The temporary memory of the gradient of a function in all its arguments."""
 
     timeline: tuple[tuple[str, int], ...]
-    """For each equation, forward and then backward, what it is and the bytes that live then."""
+    """For each equation, forward and then backward, a description and the bytes that live then."""
     holders: tuple[tuple[str, int], ...]
-    """For each of those that hold bytes at the peak, what it is and its bytes."""
+    """For each holder of bytes at the peak, a description and its bytes."""
     again: float
-    """The nanoseconds of the code between loops that runs again, as predicted: what is under
-    `jax.checkpoint`, and what a budget puts there."""
+    """The predicted nanoseconds of code between loops that runs again: code under `jax.checkpoint`,
+    and code that a budget has run again."""
     program: Any = field(repr=False, compare=False)
     constants: list[Any] = field(repr=False, compare=False)
 
@@ -116,7 +116,7 @@ class GradientBytes:
 
     @cached_property
     def compiled(self) -> int:
-        """The compiler's figure. It takes as long as to compile the gradient."""
+        """The compiler's figure, for which the gradient is compiled."""
         return temporary_bytes(self.program, self.constants)
 
     def __str__(self) -> str:

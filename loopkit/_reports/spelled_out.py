@@ -1,4 +1,4 @@
-"""Programs with the phases in which lanes narrow, which are made only when a loop is lowered."""
+"""Expand loops into the phases in which their lanes narrow, otherwise made only in lowering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loopkit._jaxprs import equations
 
 
 def spelled_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr with the loops that run."""
+    """Return a jaxpr with each loop that narrows its lanes expanded into the loops that run."""
 
     def in_phases(eqn: _jax.Equation) -> bool:
         if eqn.primitive is narrowed_p:

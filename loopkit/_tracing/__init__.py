@@ -1,1 +1,1 @@
-"""From a user's functions to a loop and its operands."""
+"""Turn a user's functions into a loop and its operands."""

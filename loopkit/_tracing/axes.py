@@ -1,8 +1,8 @@
-"""The axis along which each leaf of a tree is sliced or stacked, and whether in place.
+"""Choose the axis along which each leaf of a tree is sliced or stacked, and whether in place.
 
-An array is sliced where it lies, with one exception. If every step used a few bytes each of more
-cache lines than stay cached until the next step, the array is transposed first. docs/choosing.md
-has the measurements.
+loopkit slices an array where it lies, with one exception. If each step would use only a few bytes
+of every cache line, and of more lines than stay cached until the next step, loopkit transposes the
+array first. docs/choosing.md has the measurements.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import short_type
 
 LINE = 64
-"""The bytes of a cache line."""
+"""The size of a cache line, in bytes."""
 SHORT_RUN_BYTES = 16
-"""Fewer contiguous bytes than this make poor use of a cache line."""
+"""Runs of fewer contiguous bytes than this make poor use of a cache line."""
 SCANNED_BYTES = 1 << 13
-"""The bytes of cache lines that are still cached one step later."""
+"""How many bytes of cache lines stay cached from one step to the next."""
 
 SCAN = "scan"
 
@@ -118,16 +118,16 @@ class Inputs(NamedTuple):
         return [_slice_type(validate.type_of(x), a, context) for x, a in self.sliced]
 
     def join(self, slices: Sequence[Any], whole: Sequence[Any]) -> Any:
-        """Return what a step is given, put together from slices and whole leaves."""
+        """Assemble the input of a step from slices and whole leaves."""
         of_slices, of_whole = iter(slices), iter(whole)
         return self.tree.unflatten(next(of_whole if a is None else of_slices) for a in self.axes)
 
     def slices(self, t: int) -> list:
-        """Return the slices that step `t` is given."""
+        """Return the slices for step `t`."""
         return [lax.index_in_dim(x, t, a, keepdims=False) for x, a in self.sliced]
 
     def divided(self, count: int, size: int, reverse: bool = False) -> tuple[Inputs, Inputs]:
-        """Return the inputs of `count` blocks of `size` rows, one step each, and of the rows left.
+        """Return inputs of `count` blocks of `size` rows, a block per step, and of the other rows.
 
         The blocks are the first rows, or the last rows if `reverse`.
         """
@@ -152,12 +152,12 @@ NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
 
 @ft.lru_cache(1024)
 def _slice_type(aval: _jax.ShapedArray, axis: int, _: object) -> Any:
-    """Return `_jax.slice_type`; without the cache, it would take most of the time of each call."""
+    """Return `_jax.slice_type`, cached because it would otherwise dominate the time of a call."""
     return _jax.slice_type(aval, axis)
 
 
 def in_place(aval: _jax.ShapedArray, axis: int) -> int:
-    """Return `axis`, or 0 if transposing an array of this type before slicing takes less time."""
+    """Return the axis to slice along: `axis`, or 0 if transposing the array first is faster."""
     item = getattr(aval.dtype, "itemsize", LINE)
     run = _jax.volume(aval.shape[axis + 1 :]) * item
     lines = _jax.volume(aval.shape[:axis])
@@ -167,7 +167,7 @@ def in_place(aval: _jax.ShapedArray, axis: int) -> int:
 def leaf_axes(
     argument: str, axes: Axes, tree: PyTree[Any], of: str, function: str = SCAN
 ) -> list[int | None]:
-    """Return the axis of each leaf of a tree, from a prefix of the tree. `of` names the tree."""
+    """Expand a prefix of a tree to the axis of each of its leaves; `of` names it in errors."""
     advice = "Give an int or None for each leaf, or for whole subtrees."
     flat = validate.from_prefix(function, argument, axes, tree, of, advice)
     for (path, _), axis in zip(tree_leaves_with_path(tree), flat, strict=True):
@@ -185,7 +185,7 @@ def normalised(
     function: str = SCAN,
     extra: int = 0,
 ) -> list[int | None]:
-    """Return the axes, none of them negative. `extra` axes are not in the leaves yet."""
+    """Check axes, and count negative ones from the start; the leaves lack `extra` axes so far."""
     new = []
     for (path, leaf), axis in zip(tree_leaves_with_path(tree), axes, strict=True):
         rank = len(leaf.shape) + extra
@@ -216,7 +216,7 @@ def stacks(
 ) -> tuple[list[int], tuple[int, ...]]:
     """Return, for each leaf of ys, the requested axis, and the axis along which rows are written.
 
-    `types` are those of ys stacked along the leading axis.
+    `types` are the types of ys stacked along the leading axis.
     """
     if type(out_axes) is int and out_axes == 0:
         return [0] * len(types), (0,) * len(types)
@@ -233,7 +233,7 @@ def arranged(tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_ax
 
 
 def block_axes(out_axes: Axes) -> Axes:
-    """Return where to stack blocks that are stacked along `out_axes`: just before those axes."""
+    """Return the axes along which to stack blocks: just before `out_axes`."""
     before = lambda axis: axis - 1 if isinstance(axis, (int, np.integer)) and axis < 0 else axis
     return jax.tree.map(before, out_axes)
 
@@ -241,7 +241,7 @@ def block_axes(out_axes: Axes) -> Axes:
 def joined(
     function: str, head: PyTree[Any], tail: PyTree[Any], out_axes: Axes, reverse: bool = False
 ) -> Any:
-    """Return the ys of blocks and those of the rows left, in the order of the rows."""
+    """Join the ys of blocks and the ys of the remaining rows, in the order of the rows."""
     leaves, tree = jax.tree.flatten(tail)
     axes = leaf_axes("out_axes", out_axes, tail, "what is returned", function)
 

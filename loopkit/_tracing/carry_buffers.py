@@ -23,8 +23,7 @@ from loopkit._buffers.tensor_array import checked, is_tensor_array
 from loopkit._engine.loop import kept
 
 NONE = object()
-"""The `buffers` of a loop that takes none: a tree that holds buffers is then a tree like any
-other."""
+"""The `buffers` of a loop that takes none, and treats buffers in a tree like any other node."""
 
 ADVICE = (
     "Pass a function of the carry that returns leaves of it, or a tree of bools that matches it."
@@ -38,13 +37,13 @@ class Buffers:
     flags: tuple[bool, ...]
     """Which leaves of the carry are buffers."""
     outer: tuple[Owner | None, ...]
-    """The owner of each leaf that is a buffer of a loop around this one."""
+    """For each leaf, its owner if it is a buffer of an outer loop, else None."""
 
     names: tuple[str, ...] = ()
     """The name of each leaf in errors."""
     step: int | None = None
-    """The leaf that holds the number of the step, if reads and writes are checked. The last leaves
-    then say what is written, one for each buffer, in order."""
+    """The index of the leaf that counts the steps, if reads and writes are checked. The last leaves
+    are then masks of what is written, one for each buffer, in order."""
 
     @property
     def any(self) -> bool:
@@ -52,25 +51,25 @@ class Buffers:
 
     @property
     def free(self) -> tuple[bool, ...]:
-        """Which leaves are not buffers of a loop around this one."""
+        """Which leaves are not buffers of an outer loop."""
         return tuple(owner is None for owner in self.outer)
 
     @property
     def hashable(self) -> bool:
-        """Whether a trace may be used again: not if it reads a mask of a loop around it."""
+        """Whether a trace may be reused; it may not if it reads a mask of an outer loop."""
         return all(owner is None or owner.mask is None for owner in self.outer)
 
     def first_written(self, init: PyTree[Any]) -> list:
-        """Return, for each buffer, where it counts as written before the loop."""
+        """Return, for each buffer, a mask of the entries that count as written before the loop."""
         return list(map(run_time_checks.first_written, kept(jax.tree.leaves(init), self.flags)))
 
     @property
     def masks(self) -> int:
-        """The place of the first leaf that says what is written."""
+        """The index of the first leaf that masks what is written."""
         return len(self.flags) - sum(self.flags)
 
     def followed_by(self, count: int, step: int | None) -> Buffers:
-        """Return buffers for a carry with `count` more leaves after these, none of them buffers."""
+        """Return the `Buffers` of a carry with `count` more leaves, none of them a buffer."""
         return replace(
             self,
             flags=(*self.flags, *[False] * count),
@@ -82,7 +81,7 @@ class Buffers:
     def wrapped(self, leaves: Sequence[Any], flag: int | None) -> tuple[list, list]:
         """Return leaves as a body sees them, and the owners of the buffers among them.
 
-        `flag` is the leaf that says whether the step counts.
+        `flag` is the index of the leaf that says whether the step counts.
         """
         step = None if self.step is None else leaves[self.step]
         masks = iter([] if self.step is None else leaves[self.masks :])
@@ -103,9 +102,9 @@ class Buffers:
     def unwrapped(
         self, tree: PyTree[Any], owners: Sequence[Owner | None], before: Sequence[Any]
     ) -> Any:
-        """Return what a body returned, with arrays for buffers.
+        """Replace the buffers in what a body returned by arrays.
 
-        If a leaf is not the buffer that it replaces, all of the buffer is overwritten.
+        A leaf that is not an update of the buffer in its place overwrites all of that buffer.
         """
         leaves, shape = jax.tree.flatten(tree, is_leaf=is_buffer)
         if len(leaves) != len(owners):
@@ -125,7 +124,7 @@ class Buffers:
         return shape.unflatten(out)
 
     def returned(self, tree: PyTree[Any]) -> Any:
-        """Return the final carry, in which buffers of a loop around are buffers again."""
+        """Return the final carry, and turn buffers of an outer loop into buffers again."""
         if not self.any:
             return tree
         leaves, shape = jax.tree.flatten(tree)
@@ -138,7 +137,7 @@ def _overwritten(old: jax.Array, value: jax.Array, owner: Owner) -> Any:
     value = jnp.asarray(value)
     buffer = Buffer._of(old, owner)
     if value.shape != buffer.shape or value.dtype != buffer.dtype:
-        return value  # the carry's types are compared later, with a message of their own
+        return value  # a later check of the carry's types raises the error
     return buffer._write(indexing.place(buffer.shape, ...), value, None)._value
 
 
@@ -148,9 +147,9 @@ def _without_buffers(count: int) -> Buffers:
 
 
 def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
-    """Find the buffers in `init`, an argument of the caller that `names` names.
+    """Find the buffers in `init`, the initial carry; errors call it as `names` does.
 
-    They are the named leaves, buffers of a loop around, and the arrays that TensorArrays hold.
+    They are the leaves that `buffers` names, buffers of an outer loop, and arrays in TensorArrays.
     """
     nodes = jax.tree.leaves(init, is_leaf=is_whole)
     if buffers is NONE or (buffers is None and not any(map(is_whole, nodes))):

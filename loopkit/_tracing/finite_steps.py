@@ -1,6 +1,6 @@
-"""Steps whose body has `watch` around it.
+"""Watch the steps of a loop for values that are not finite.
 
-It watches what the steps are given, return and close over, and the rows of buffers that they read
+`watch` checks what the steps take, return and close over, and the rows of buffers that they read
 and write.
 """
 
@@ -29,7 +29,7 @@ SLICES = "dynamic_slice", "gather"
 
 
 class Given(NamedTuple):
-    """The leaves that a step is given."""
+    """The inputs of a step, as leaves."""
 
     consts: Sequence[Any]
     carry: Sequence[Any]
@@ -38,23 +38,24 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class FiniteSteps:
-    """How the steps of a loop are watched."""
+    """How to watch the steps of a loop."""
 
     loop: Watched
     names: tuple[str, ...]
     """The names of the leaves of the carry."""
     x_names: tuple[str, ...]
     number: int
-    """The leaf that counts the steps."""
+    """The index of the leaf that counts the steps."""
     buffers: tuple[bool, ...]
     """Which leaves of the carry are buffers."""
 
     def around(
         self, given: Given, take: Callable[[Given, Any], tuple[list, Sequence[str]]]
     ) -> list:
-        """Return the next carry and y of `take`, which also returns the names of the leaves of y.
+        """Watch the inputs and outputs of a step; return the next carry and y.
 
-        `take` gets what the step is given, and how bad the worst leaf of the carry is, or None.
+        `take` gets the inputs and the level of the worst leaf of the carry, or None. It returns the
+        outputs and the names of the leaves of y.
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
@@ -69,8 +70,8 @@ class FiniteSteps:
         worst = lax.stop_gradient(ft.reduce(jnp.maximum, told)) if told else None
         outs, y_names = take(entered, worst)
         new, y = parts(outs, count)
-        # A leaf that a step passes on is no worse after it. A new leaf may be as bad as the worst
-        # before.
+        # A leaf that a step passes through needs no check. A new leaf may be as bad as the worst
+        # leaf before the step.
         passed = [out is inside for out, inside in zip(new, entered.carry, strict=True)]
         leaves = [
             None
@@ -87,7 +88,7 @@ class FiniteSteps:
     def _some(self, leaves: list, values: Sequence[Any], first: int) -> list:
         """Return leaves, with None for those that cannot be watched, such as buffers.
 
-        The leaves of the carry are behind the `first` leaves.
+        The leaves of the carry come after the `first` leaves.
         """
         buffers = [*[False] * first, *self.buffers, *[False] * len(values)]
         return [
@@ -100,11 +101,11 @@ class FiniteSteps:
         return given.carry[self.number], carry, list(given.x)
 
     def of_jaxpr(self, body: _jax.Jaxpr, const_count: int, y_tree: _jax.TreeDef) -> _jax.Jaxpr:
-        """Return the step, (consts, carry, x) -> (carry, y), watched."""
+        """Return the watched step, (consts, carry, x) -> (carry, y)."""
         j, count = _jax.open_jaxpr(body), len(self.names)
         y_names = names_of("ys", y_tree.unflatten(body.out_avals[count:]))
         of_consts = j.invars[:const_count]
-        # If a step reads slices of a constant, the cotangents are as small as those slices.
+        # If a step reads slices of a constant, watch the slices, whose cotangents are smaller.
         sliced = {eqn.invars[0] for eqn in j.eqns if _reads_slices(eqn)}.intersection(of_consts)
         names = {v: _closed_over(self.loop, v.aval) for v in sliced}
         leaves = zip(j.invars[const_count:], self.names, self.buffers, strict=False)
@@ -160,5 +161,5 @@ def _closed_over(loop: Watched, aval: _jax.ShapedArray) -> str:
 
 
 def names_of(argument: str, tree: PyTree[Any]) -> tuple[str, ...]:
-    """Return what errors call the leaves of a tree."""
+    """Return the names of the leaves of a tree in errors."""
     return tuple(f"`{argument}{keystr(path)}`" for path, _ in tree_leaves_with_path(tree))

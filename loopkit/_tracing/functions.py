@@ -1,11 +1,11 @@
-"""Rewrite traced functions: without references, without gradients of the predicate.
+"""Remove references and the gradient of the predicate from traced functions.
 
 A reference to memory (`jax.new_ref`) that a step makes for itself is removed, which leaves a
-function of values. A reference made outside is a leaf of the carry. It is read before the loop, and
-written after it.
+function of values. A reference made outside becomes a leaf of the carry, which is read before the
+loop and written after it.
 
 As in `jax.lax.while_loop`, a predicate may call functions without a derivative: callbacks,
-collectives, functions with a custom VJP. No gradient goes into it.
+collectives, functions with a custom VJP. No gradient flows into it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from loopkit._engine.loop import parts
 from loopkit._jaxprs import equations
 
 SCOPE = "loopkit_predicate"
-"""The named scope of the predicate in a step, which marks the calls that the predicate makes."""
+"""The named scope of the predicate in a step. It marks the calls that the predicate makes."""
 
 
 class Functions(NamedTuple):
-    """The two functions of a loop, as functions of values."""
+    """The predicate and the body of a loop, as functions of values."""
 
     cond: Any
     cond_consts: list
     body: Any
     consts: list
     references: Sequence[Any] = ()
-    """The references made outside: the last leaves of the carry."""
+    """The references made outside the loop: the last leaves of the carry."""
 
 
 def without_references(functions: Functions, carry_count: int) -> Functions:
-    """Return functions of values, which take what references among their constants hold."""
+    """Turn references among the constants into leaves of the carry that hold their values."""
     cond, cond_consts, body, consts, _ = functions
     of = {id(v): v for v in (*cond_consts, *consts) if _jax.is_reference(v)}
     if cond is not None:
@@ -50,10 +50,10 @@ def without_references(functions: Functions, carry_count: int) -> Functions:
 def _of_values(
     jaxpr: _jax.Jaxpr, consts: list, references: dict, carry_count: int, behind: int | None
 ) -> tuple[Any, list]:
-    """Return the function of (constants, carry, references, x), and its constants.
+    """Return the function of (constants, carry, values of references, x), and its constants.
 
-    It returns what the references hold in the end after its first `behind` results; with None, it
-    does not return that.
+    It returns the final values of the references after its first `behind` results, or leaves them
+    out if `behind` is None.
     """
     kept, of_values = [v for v in consts if id(v) not in references], _jax.of_values(jaxpr)
 
@@ -77,13 +77,13 @@ def read(references: Sequence[Any]) -> list:
 
 def write(references: Sequence[Any], values: Sequence[Any]) -> None:
     for reference, value in zip(references, values, strict=True):
-        # Under vmap, jax 0.10 expects a value written to `...` to have its lanes where the
-        # reference has.
+        # Under vmap, jax 0.10 expects a value written to `...` to have its batch axis where the
+        # reference has it.
         reference[slice(None) if value.ndim else ...] = value
 
 
 def ask(predicate: Callable[[Any], Any], value: PyTree[Any]) -> Any:
-    """Return `predicate(value)` outside a loop, without a gradient, in what it closes over too."""
+    """Return `predicate(value)` outside a loop, without a gradient into either."""
     if not _jax.is_tracing():
         return predicate(value)  # there is no gradient to stop
     leaves, tree = jax.tree.flatten(value)
@@ -101,10 +101,10 @@ def _still(value: jax.Array) -> Any:
 
 
 def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
-    """Stop the gradient into what a step computes for one output alone, a bool.
+    """Stop the gradient into what a step computes only for the predicate, the output at `place`.
 
-    Calls that the predicate makes in `SCOPE` without using a result get no gradient either. Reads
-    of buffers stay as they are, because a copy could not be written in place.
+    Calls in `SCOPE` whose results the predicate does not use get no gradient either. Reads of
+    buffers stay as they are, because a copy could not be written in place.
     """
     j = _jax.open_jaxpr(jaxpr)
     read = [v for eqn in j.eqns if eqn.primitive is read_p for v in eqn.outvars]
@@ -128,7 +128,7 @@ def stop_gradient_in_predicate(jaxpr: _jax.Jaxpr, place: int) -> _jax.Jaxpr:
 
 
 def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
-    """Return the places of the equations that variables depend on."""
+    """Return the indices of the equations that variables depend on."""
     wanted = set(_jax.variables(variables))
     found: set[int] = set()
     for i in reversed(range(len(j.eqns))):
@@ -140,7 +140,7 @@ def _makers(j: _jax.OpenJaxpr, variables: list) -> set[int]:
 
 
 def _stops(v: _jax.Atom) -> Any:
-    """Return an equation that gives a variable without its tangent."""
+    """Return an equation that stops the gradient of a variable."""
     j = _jax.open_jaxpr(_jax.trace_closed(lambda x: [lax.stop_gradient(x)], [v.aval], "still"))
     (eqn,) = j.eqns
     return eqn.replace(invars=[v])

@@ -1,6 +1,6 @@
-"""Run a `LoopSpec`: as a loop of the engine, as the scan of lax, or in Python.
+"""Run a `LoopSpec`: as a loop of the engine, as lax's scan, or in Python.
 
-A loop runs in Python under `jax.disable_jit`, for a debugger and for print.
+A loop runs in Python under `jax.disable_jit`, so that debuggers and print work.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
 
 
 def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
-    """Return the tree of y, and the types of its leaves, from the loop that stacks all of them."""
+    """Trace the loop that stacks all ys; return the tree of y and the types of its leaves."""
     stopping = spec.predicate is not None
     hidden = spec.hidden(go=np.True_ if stopping else None)
     traced, _, _ = trace(spec._replace(checking=False, finite=None), hidden)
@@ -65,14 +65,14 @@ def row_types(spec: LoopSpec) -> tuple[_jax.TreeDef, list]:
 
 
 def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
-    """Return whether the loop runs as the scan of lax: it stores all, with no other setting."""
+    """Return whether to run the loop as lax's scan: it stores every step, with no other setting."""
     asked = {
         "checkpoints": spec.budget != "all",
         "until": spec.predicate is not None,
         "in_axes": any(traced.loop.x_axes),
         "out_axes": any(traced.loop.y_axes),
         "buffers": spec.carried.any,
-        "progress": spec.progress is not None,  # lax shows no progress on the way back
+        "progress": spec.progress is not None,  # lax shows no progress in the backward pass
     }
     beyond = [name for name, is_asked in asked.items() if is_asked]
     check_split(spec, beyond)
@@ -83,13 +83,13 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
 
 
 def _as_lax(loop: Loop) -> tuple[bool, bool]:
-    """Return whether the scan of lax takes longer, and whether it loses rules or calls."""
+    """Return whether lax's scan takes longer, and whether its derivatives lose rules or calls."""
     slower = lax_takes_longer(loop.body, loop.length)
     return slower, equations.lax_loses_rules(loop.body) or equations.lax_loses_calls(loop.body)
 
 
 def check_split(spec: LoopSpec, beyond: Sequence[str]) -> None:
-    """Raise if `_split_transpose` is asked for beside arguments that the scan of lax lacks."""
+    """Raise if `_split_transpose` is combined with arguments that lax's scan lacks."""
     if spec.split_transpose and beyond:
         expected = "can be True only if the loop stores all steps on leading axes, as lax.scan does"
         got = f"it is True, with {', '.join(f'`{name}`' for name in beyond)}"
@@ -103,7 +103,7 @@ def run_while(spec: LoopSpec, throw: bool = False) -> Any:
     if (ran := validate.in_python(lambda: _python_while(spec))) is not None:
         val, steps, stopped = ran
         return _finished(spec, throw, val, steps, informs and not stopped and spec.goes_on(val))
-    # If writes to buffers need a mask, the predicate is part of the carry.
+    # Writes to buffers need a mask, so the carry holds the result of the predicate.
     masking = spec.carried.any
     go = ask(spec.goes_on, spec.init) if masking else None
     steps = jnp.int32(0) if informs or spec.counts else None
@@ -171,7 +171,7 @@ def python_steps(
     ys: list,
     taken: Callable[[int], Any],
 ) -> tuple[Any, bool]:
-    """Take steps of these numbers; return the carry, and whether the predicate ended them.
+    """Take the steps numbered by `order`; return the carry, and whether the predicate ended them.
 
     The y of each step is appended to `ys`.
     """
@@ -194,12 +194,12 @@ def python_steps(
 
 
 def _step(flat: FlatSteps, leaves: list, x: list) -> list:
-    """Take a step, and watch its values if they have to stay finite."""
+    """Take a step, and watch its values if they must stay finite."""
     if flat.spec.finite is None:
         return flat.body(*leaves, *x)
     finite = flat.finite()
     loop, buffers = replace(finite.loop, missing=()), (False,) * len(leaves)
-    finite = replace(finite, loop=loop, buffers=buffers)  # everything is kept whole in Python
+    finite = replace(finite, loop=loop, buffers=buffers)  # in Python, buffers are like other leaves
     return finite.around(Given([], leaves, x), lambda seen, _: _named(flat, seen))
 
 

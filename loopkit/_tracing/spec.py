@@ -33,7 +33,7 @@ class LoopInfo(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The function that the user called, and its names for its arguments, for errors."""
+    """The function that the user called and the names of its arguments, for errors."""
 
     function: str
     body: str
@@ -42,7 +42,7 @@ class Names(NamedTuple):
     takes: Literal["carry", "carry, x", "i, carry"]
     """The arguments of the body. With "i, carry", the carry of the loop is ((i, ...), carry)."""
     hidden: int = 1
-    """The levels of the loop's carry above the caller's."""
+    """The number of tree levels in the loop's carry above the caller's carry."""
     inputs: str = "xs"
 
 
@@ -60,14 +60,14 @@ class LoopOptions(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The hidden part of a loop's carry, beside the caller's. Unused fields are empty."""
+    """The part of a loop's carry that the caller does not see. Unused fields are empty."""
 
     go: Any = None
     """Whether to take a step."""
     steps: Any = None
     """The number of steps taken."""
     left: Any = None
-    """The number of steps that may still be taken, if the length of the loop does not say."""
+    """The number of steps left, if the loop may take fewer than its length."""
     whole: Sequence[Any] = ()
     """Inputs that every step gets whole."""
     written: Sequence[Any] = ()
@@ -82,7 +82,7 @@ class CarryWithYs(NamedTuple):
 
 
 class LoopSpec(NamedTuple):
-    """A requested loop, whose settings need no more checks."""
+    """A requested loop, with all settings checked."""
 
     names: Names
     body: Callable
@@ -94,7 +94,7 @@ class LoopSpec(NamedTuple):
     """The initial carry, with arrays as leaves."""
     inputs: Inputs
     length: Any
-    """The most steps; None for no bound."""
+    """The maximum number of steps; None for no bound."""
     budget: Budget
     unroll: int
     buffers: Any
@@ -107,7 +107,7 @@ class LoopSpec(NamedTuple):
     """The argument `lanes`, checked."""
     progress: ProgressSettings | None
     finite: tuple[str, str] | None
-    """The name and the place of the caller's body, if its steps have to stay finite."""
+    """The name of the caller's body, and its file and line, if its steps must stay finite."""
     functions: tuple
     """The caller's functions, on which a trace depends; functions made on every call are left
     out."""
@@ -117,11 +117,11 @@ class LoopSpec(NamedTuple):
     stopped: Any = False
     """Whether a scan with a predicate takes no step at all."""
     before: Any = 0
-    """The number of steps taken before the first, for errors."""
+    """The number of steps taken before this loop, for errors."""
     made: bool = False
     """Whether the body is loopkit's own, and returns the next carry, y, and whether to go on."""
     rest: tuple = ()
-    """All else that the trace of a `made` body depends on: types, settings."""
+    """Everything else that the trace of a `made` body depends on: types, settings."""
 
     @classmethod
     def of(
@@ -135,7 +135,7 @@ class LoopSpec(NamedTuple):
         trips: int | None = None,
         **more: Any,
     ) -> LoopSpec:
-        """Check a request. `functions` are body and predicate, and `trips` the steps, if known.
+        """Check a request. `functions` are body and predicate; `trips` is the known step count.
 
         `more` has other fields, which the caller has checked.
         """
@@ -151,11 +151,11 @@ class LoopSpec(NamedTuple):
         checking, finite = "bounds" in debug and carried.any, None
         lanes = validate.check_lanes(name, asked.lanes)
         if "finite" in debug:
-            # Each step is an iteration of its own, and lanes stay where they are.
+            # Each step must be its own iteration, and lanes must stay in place.
             unroll, lanes = 1, "wait"
             finite = failed_step.named(body, names.body)
         elif checking and lanes == "flatten":
-            lanes = "wait"  # the checks need lanes that stay where they are
+            lanes = "wait"  # the checks need lanes that stay in place
         validate.check_beside_flat(name, lanes, asked.progress)
         return cls(
             names=names,
@@ -180,7 +180,7 @@ class LoopSpec(NamedTuple):
     def over(
         self, init: PyTree[Any], buffers: BufferSpec | None, inputs: Inputs, **changes: Any
     ) -> LoopSpec:
-        """Return the spec of a loop over another carry and other inputs."""
+        """Return the spec with another carry and other inputs."""
         changes |= {"inputs": inputs, "length": inputs.length, "buffers": buffers}
         carried = find(changes.get("names", self.names), buffers, init)
         init = plain(init) if carried.any else init
@@ -197,12 +197,12 @@ class LoopSpec(NamedTuple):
         return type(self.init) is CarryWithYs
 
     def hidden(self, **known: Any) -> Hidden:
-        """Return the initial value of what the loop carries beside the user's carry."""
+        """Return the initial value of the hidden part of the carry."""
         written = self.carried.first_written(self.init) if self.checking else ()
         return Hidden(**known, whole=self.inputs.whole, written=written)
 
     def key(self, leaves: Sequence[Any], tree: _jax.TreeDef) -> tuple[Hashable, ...]:
-        """Return what a trace depends on besides the functions. `leaves`, `tree`: its carry."""
+        """Return what a trace depends on besides the functions; `leaves`, `tree` are its carry."""
         inputs, carried = self.inputs, self.carried
         of_xs = inputs.tree, *inputs.axes, *inputs.slice_types
         settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
@@ -244,7 +244,7 @@ class LoopSpec(NamedTuple):
         return jnp.logical_not(said) if ends else said
 
     def watched(self, tree: _jax.TreeDef, missing: tuple) -> failed_step.Watched:
-        """Return what errors need to know about a failed step. `tree` is of the loop's carry."""
+        """Return what errors need to know about a failed step; `tree` is that of the carry."""
         assert self.finite is not None, "asked for"
         names, x = self.names, None
         if names.takes == "carry, x":
@@ -253,7 +253,7 @@ class LoopSpec(NamedTuple):
         return failed_step.Watched(names.function, names.body, *given)
 
     def leaf_name(self, path: jax.tree_util.KeyPath) -> str:
-        """Return what errors call a leaf of the state."""
+        """Return the name of a leaf of the state in errors."""
         if path[0].idx == 1:
             return f"`{self.names.inputs}`" if path[1].name == "whole" else f"`{path[1].name}`"
         if self.keeps_some and path[1].name == "ys":
@@ -268,7 +268,7 @@ def type_key(values: Sequence[Any]) -> tuple:
 
 
 def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
-    """Return the result of a predicate, if it is one bool."""
+    """Return the result of a predicate; raise if it is not a scalar bool."""
     if not jax.tree_util.all_leaves([value]):
         got = f"a {type(value).__name__} ({jax.tree.structure(value)})"
     else:
@@ -284,7 +284,7 @@ def scalar_bool(function: str, argument: str, value: PyTree[Any]) -> Any:
 
 
 def pair(names: Names, out: PyTree[Any]) -> tuple[Any, Any]:
-    """Return the result of a step, if it is a pair of a carry and a y."""
+    """Return the carry and y that a step returned; raise if it returned anything else."""
     is_sequence = isinstance(out, (tuple, list))
     if is_sequence and len(out) == 2:
         return out[0], out[1]

@@ -1,4 +1,4 @@
-"""Make a `Traced` loop of a `LoopSpec`, and run that loop.
+"""Turn a `LoopSpec` into a `Traced` loop, and run it.
 
 Values that the functions of a loop close over become operands of the loop.
 """
@@ -41,7 +41,7 @@ from loopkit._tracing.spec import Hidden, LoopSpec, Names
 from loopkit._types import Axes
 
 TRIES = 4
-"""The most times that a step is traced until it returns the types that it takes."""
+"""The maximum number of times to trace a step until it returns the types that it takes."""
 
 
 def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
@@ -57,7 +57,7 @@ def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
 
 
 class FlatSteps:
-    """The two functions of a loop, as functions of the leaves of its state."""
+    """The body and predicate of a loop, as functions of the leaves of its state."""
 
     def __init__(self, spec: LoopSpec, state: tuple[Any, Hidden], traced: bool = True):
         """`traced` says whether stopped lanes take steps too, so that writes need a mask."""
@@ -100,7 +100,7 @@ class FlatSteps:
         return [some if hidden.go is None else some & hidden.go]
 
     def finite(self) -> FiniteSteps:
-        """Return how steps that have to stay finite are watched."""
+        """Return how to watch steps that must stay finite."""
         spec, leaves = self.spec, tree_leaves_with_path(self.state)
         buffers = *spec.carried.flags, *[False] * (len(leaves) - len(spec.carried.flags))
         held = enumerate(zip(leaves, buffers, strict=True))
@@ -117,8 +117,8 @@ def trace_loop(steps: FlatSteps) -> Traced:
     """Trace the functions of a loop, as the caller wrote them."""
     spec, names, x_types = steps.spec, steps.spec.names, steps.spec.inputs.slice_types
     types, tries = steps.types, 0
-    # As in lax, a weakly typed start is promoted if a step returns another dtype. A value that
-    # differs between devices only after the first step is made to differ before it.
+    # As in lax, weakly typed initial values are promoted if a step returns another dtype. A value
+    # that varies between devices only after the first step is made to vary before it.
     while True:
         cond, cond_consts = None, []
         if spec.predicate is not None or steps.state[1].left is not None:
@@ -160,7 +160,7 @@ def _watched(steps: FlatSteps, of: Functions) -> Functions:
 
 
 def _leaves(steps: FlatSteps, paths: list) -> list:
-    """Return the records of a carry's leaves."""
+    """Return a `CarryLeaf` for each leaf of the carry."""
     flags, outer = [False] * len(paths), [None] * len(paths)
     if steps.buffers is not None:
         flags, outer = steps.buffers.flags, steps.buffers.outer
@@ -207,11 +207,11 @@ def _check_effects(names: Names, *jaxprs: _jax.Jaxpr | None) -> None:
 
 
 def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list) -> Any:
-    """Return the type to start from, so that a step returns it."""
+    """Return the type that an initial value needs so that a step returns the same type."""
     if before.shape != after.shape:
         return before
     if before.weak_type and before.dtype != after.dtype:
-        # The result counts as strong in any case, as in lax.
+        # As in lax, the result is strongly typed in any case.
         dtype = jnp.result_type(np.zeros((), before.dtype).item(), after.dtype)
         before = before.update(dtype=dtype, weak_type=False)
     return _jax.type_like(before, [after, *decided_by])
@@ -219,7 +219,7 @@ def _joined(before: _jax.ShapedArray, after: _jax.ShapedArray, decided_by: list)
 
 @dataclass(frozen=True)
 class Traced:
-    """The two functions of a loop, and what they close over."""
+    """The body and predicate of a loop, and what they close over."""
 
     loop: Loop
     """The loop as the caller wrote it, before any pass."""
@@ -231,14 +231,14 @@ class Traced:
     """The types of the initial carry. They are strong if a step makes them strong."""
     y_tree: Any = None
     references: Sequence[Any] = ()
-    """The references made outside that the steps use: leaves after those of the carry."""
+    """The references made outside the loop that the steps use. They follow the carry's leaves."""
 
     @property
     def closed_over(self) -> list:
         return [*self.cond_consts, *self.consts, *self.references]
 
     def closing_over(self, values: list) -> Traced:
-        """Return the same functions, over other values of the same types."""
+        """Return the same functions, closing over other values of the same types."""
         cond_consts, consts, held = parts(values, len(self.cond_consts), len(self.consts))
         return replace(self, cond_consts=cond_consts, consts=consts, references=held)
 
@@ -247,7 +247,7 @@ class Traced:
         return replace(self, loop=with_fields(self.loop, **changes))
 
     def bounded(self, init: Sequence[Any]) -> Traced:
-        """Return the loop with the bound that its predicate has if the loop starts from `init`."""
+        """Return the loop with the bound that its predicate implies for this `init`."""
         loop, most = (
             self.loop,
             engine_steps.LAST_STEP if self.loop.length is None else self.loop.length,
@@ -263,7 +263,7 @@ class Traced:
             return self
         values = map(_jax.innermost, (*self.cond_consts, *self.consts, *init))
         if not any(map(_jax.is_tracer, values)):
-            # Outside jit, each bound needs a program of its own: round up, so that there are few.
+            # Outside jit, each bound is compiled separately: round up, so that there are few.
             few = 1 << max(0, bound.steps - 1).bit_length()
             return self.with_fields(length=min(most, few if loop.progress is None else bound.steps))
         if not bound.exact:
@@ -271,7 +271,7 @@ class Traced:
         return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
 
     def stacked(self, out_axes: Axes) -> Traced:
-        """Return the loop with ys stacked along their final axes, unless they are moved later."""
+        """Return the loop with ys stacked along `out_axes`, unless moving them later is faster."""
         _, places = stacks(self.y_tree, self.loop.ys_types, out_axes)
         if not any(places):
             return self
@@ -280,7 +280,7 @@ class Traced:
     def run(self, init: Sequence[Any], xs: Sequence[Any], split: bool | None = None) -> tuple:
         """Run the loop; return the leaves of the final carry, and of ys.
 
-        If `split` is not None, it runs as the scan of lax, with that value for `_split_transpose`.
+        If `split` is not None, it runs as lax's scan, with that value for `_split_transpose`.
         """
         types, count = self.init_types if split is None else self.carry_types, len(init)
         init = [*init, *read(self.references)] if self.references else list(init)
@@ -301,7 +301,7 @@ class Traced:
 
 @partial(jax.jit, static_argnames=("loop", "split"), inline=True)
 def _lax_scan(*operands: jax.Array, loop: Loop, split: bool) -> list:
-    """Run the traced step with the scan of lax, which stores the residuals of every step."""
+    """Run the traced step with lax's scan, which stores the residuals of every step."""
     given, _ = loop.split(operands)
     if loop.length == 0:  # lax refuses this outside a trace
         return engine_steps.evaluate(loop, given)
@@ -317,7 +317,7 @@ def as_loop(
     types: list,
     settings: dict,
 ) -> Traced:
-    """Make a loop of two jaxprs. `settings` has its other fields."""
+    """Make a loop from two jaxprs. `settings` has its other fields."""
     n, c = len(types), len(consts)
     settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
     ys, constants = (Output(),) * (len(body.out_avals) - n), (Const(),) * c

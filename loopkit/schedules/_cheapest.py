@@ -1,21 +1,22 @@
 """The choices of `online.cheapest`: which checkpoint to drop, and when.
 
-Let a loop have left checkpoints at p[0] = 0 < p[1] < ... < p[k] and run to n. Reversing it from
-them costs, with p[k + 1] = n,
+Suppose that a loop leaves checkpoints at p[0] = 0 < p[1] < ... < p[k] and runs to n. Reversing it
+from them costs, with p[k + 1] = n,
 
     sum over i of advances(p[i + 1] - p[i], slots - 1 - i)
 
 since the stretch that begins at the i-th checkpoint is reversed when all later ones are gone.
-Dropping p[j] merges two stretches and gives every later one a free slot more. At each segment there
-are two choices: run on, and the last stretch grows; or drop the p[j] whose loss costs least, and
-save here. Whichever is cheaper for a loop that ends one segment later is taken, and a tie is a
-save. Between two saves only the last stretch grows, and the gain from saving grows with it, so the
-next save is found by bisection instead of by walking.
+Dropping p[j] merges two stretches and gives every later one another free slot. At each segment
+there are two choices: run on, so that the last stretch grows; or drop the p[j] whose loss costs
+least, and save here. The placement makes the choice that is cheaper for a loop that ends one
+segment later; in a tie, it saves. Between two saves only the last stretch grows, and the gain from
+saving grows with it, so bisection finds the next save.
 
-Long loops would save too often: the last stretch has no free slot, and its cost is quadratic. Once
-saves come oftener than every segments / (RARE * slots), beyond RICH * slots segments, a checkpoint
-that is hardly missed is given up, and its slot is left free for the reversal of the last stretch.
-The saves then number slots * log(segments), and the table for 2**31 segments stays small.
+Long loops would save too often: the last stretch has no free slot, and its cost is quadratic. If
+saves are closer than segments / (RARE * slots), beyond RICH * slots segments, the placement gives
+up a checkpoint that is hardly missed, and leaves its slot free for the reversal of the last
+stretch. There are then about slots * log(segments) saves, so that the table for 2**31 segments
+stays small.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 RICH = 100
-"""Up to this many segments a slot, every slot holds a checkpoint."""
+"""Up to this many segments per slot, every slot holds a checkpoint."""
 
 RARE = 16
-"""Beyond, saves nearer than segments / (RARE * slots) are too frequent."""
+"""In longer loops, saves closer than segments / (RARE * slots) are too frequent."""
 
 DEAR = 50
-"""A checkpoint is given up only where that costs less than the whole / DEAR."""
+"""A checkpoint is given up only if that costs less than 1 / DEAR of all advances."""
 
 
 class Entry(NamedTuple):
-    """At the start of `segment` save into `slot`; `cleared` is emptied (`slots`: none is)."""
+    """A save into `slot` at the start of `segment`; `cleared` is emptied (`slots`: none is)."""
 
     segment: int
     slot: int
@@ -45,15 +46,15 @@ class Entry(NamedTuple):
 
 
 class Prices:
-    """`binomial.advances` for arrays, and `of` for one pair of integers, many at a time.
+    """`binomial.advances` for arrays; `of` is for a pair of integers.
 
     For each number of free slots the optimum is piecewise linear in the length, and its slope is
-    the number of breakpoints below. The breakpoints of all rows lie in one sorted array, a row
-    each `stride`, with their partial sums.
+    the number of breakpoints below. The breakpoints for all numbers of free slots lie in one sorted
+    array, `stride` apart, with their partial sums.
     """
 
     def __init__(self, free: int, segments: int):
-        """For up to `segments` segments and up to `free` free slots."""
+        """Prepare for up to `segments` segments and up to `free` free slots."""
         self._stride = segments + 2
         first, points, sums = [], [], []
         for slots in range(1, free + 2):
@@ -73,13 +74,13 @@ class Prices:
         )
 
     def __call__(self, segments: Any, free: Any) -> Any:
-        """Advances for each pair of `segments` and `free`, arrays or integers alike."""
+        """Return the advances for each pair of `segments` and `free`, arrays or integers."""
         at = np.searchsorted(self._points, free * self._stride + segments)
         linear = segments * (at - self._first[free]) - self._sums[at]
         return np.where(free == 0, segments * (segments - 1) // 2, linear)
 
     def of(self, segments: int, free: int) -> int:
-        """Compute the costs for integers, in a tenth of the time."""
+        """Return the advances for two integers, in a tenth of the time."""
         if free == 0:
             return segments * (segments - 1) // 2
         first, points, sums = self._lists
@@ -88,7 +89,7 @@ class Prices:
 
 
 def cheapest_saves(slots: int, segments: int) -> list[Entry]:
-    """Return every save of a loop of up to `segments` segments, in the order of time."""
+    """Return every save of a loop of up to `segments` segments, in order of time."""
     saves = [Entry(0, 0, slots)]
     if slots == 1:
         return saves
@@ -117,11 +118,10 @@ def cheapest_saves(slots: int, segments: int) -> list[Entry]:
 
 
 def _least_distance(segment: int, held: int) -> int:
-    """Return the least distance between saves: the last stretch costs about 1 % of the whole at
-    most.
+    """Return the least distance between saves with which the last stretch costs at most about 1 %.
 
-    A last stretch of g segments costs at most g**2 / 2. The whole is at least `segment`, and with
-    two states held, which only spacing makes rarer, about segment**1.5.
+    A last stretch of g segments costs at most g**2 / 2. The whole costs at least `segment`. With
+    two states held, where only this distance makes saves rarer, it costs about segment**1.5.
     """
     if held == 2:
         return max(1, isqrt(segment * isqrt(segment)) // 8)
@@ -131,16 +131,16 @@ def _least_distance(segment: int, held: int) -> int:
 class _Loss:
     """The cost of dropping a checkpoint, as a function of the length of the last stretch.
 
-    inner: the cheapest drop but for the first and the last checkpoint, or 0 where there is none.
-    inner_loss: what it costs, the last stretch's free slot more not counted.
-    kept: what reversing all but the last stretch costs if none is dropped.
+    inner: the checkpoint that is cheapest to drop, without the first and the last; 0 if none is.
+    inner_loss: what dropping it costs, without the gain of a free slot for the last stretch.
+    kept: what reversing all but the last stretch costs if no checkpoint is dropped.
     """
 
     def __init__(self, price: Prices, held: list[int], slots: int):
         count = len(held) - 1
         free = slots - 1 - np.arange(count)
         lengths = np.diff(held)
-        # as they are; with one free slot more; two merged
+        # as they are; with one more free slot; two merged
         of = np.concatenate([lengths, lengths, lengths[:-1] + lengths[1:]])
         prices = price(of, np.concatenate([free, free + 1, free[:-1]]))
         kept, freer, both = prices[:count], prices[count : 2 * count], prices[2 * count :]
@@ -166,8 +166,7 @@ class _Loss:
         return self._price(self._before + length, self._free + 1) - self._kept_before
 
     def _saves(self, length: int) -> bool:
-        """Return whether saving costs no more than running on, where the last stretch is that
-        long."""
+        """Return whether saving costs no more than running on, with a last stretch this long."""
         run_on = self._price(length + 1, self._free)
         return self._drop_last(length) <= run_on or (
             self.inner > 0 and self._drop_inner(length) <= run_on
@@ -182,7 +181,7 @@ class _Loss:
         return bisect_left(lengths, True, lo=enough // 2 + 1, key=self._saves)
 
     def cheapest(self, length: int) -> int:
-        """Return the checkpoint to drop when the last stretch is `length` segments long."""
+        """Return the index of the checkpoint to drop after a last stretch of `length` segments."""
         if not self.inner or self._drop_last(length) < self._drop_inner(length):
             return -1
         return self.inner

@@ -6,16 +6,16 @@ import operator
 from typing import SupportsIndex, TypeAlias
 
 Whole: TypeAlias = SupportsIndex
-"""A Python int, or what can be one without loss: integers of numpy."""
+"""A Python int, or a type that converts to one without loss, such as numpy's integers."""
 
 COUNT_SEGMENTS = "count the segments to be reversed"
 SLOTS = "count the initial state as one slot"
 
 
 def integer(where: str, argument: str, value: Whole, minimum: int, advice: str) -> int:
-    """`value` as a Python int of at least `minimum`.
+    """Return `value` as a Python int of at least `minimum`, or raise an error.
 
-    `where` names the function as a reader would import it, `advice` says what to change.
+    `where` names the function as users import it, and `advice` says what to change.
     """
     advice = advice[0].upper() + advice[1:]
     try:

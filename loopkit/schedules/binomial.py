@@ -1,14 +1,14 @@
 """The offline optimum: reversing a known number of segments with a fixed number of slots.
 
-Time runs in *segments* of steps, states are kept in *slots*. Slots are counted
-in two ways:
+Time is counted in *segments* of steps, and states are kept in *slots*. Slots are counted in two
+ways:
 
-- `slots` counts every stored state, the one at the start included;
-- `free` counts the slots left beside the stored start, so `slots = free + 1` for a lone stretch.
+- `slots` counts every stored state, including the one at the start;
+- `free` counts the slots besides that of the start, so `slots = free + 1` for a single stretch.
 
-Only *advances* are counted: evaluations of a segment that carry a state forward. To reverse a
-segment, its stored start is replayed once more while residuals are recorded; that replay happens
-once a segment under every schedule and is left out.
+Only *advances* are counted: evaluations of a segment that carry a state forward. Reversing a
+segment replays it once more from its stored start while residuals are recorded; that replay happens
+once per segment under every schedule and is not counted.
 
 Everything follows from one function, `reach(s, r) = binomial(s + r, s)`: the most segments that `s`
 slots reverse when no segment is advanced over more than `r` times. The optimum is convex and
@@ -51,8 +51,8 @@ _FREE_SLOT = "count the slots beside the one that holds the start"
 
 
 def reach(slots: Whole, repetitions: Whole) -> int:
-    """Return the most segments `slots` slots reverse if none is advanced over more than
-    `repetitions` times.
+    """Return the most segments that `slots` slots reverse with at most `repetitions` advances over
+    each.
 
     >>> reach(3, 2)
     10
@@ -66,7 +66,7 @@ def reach(slots: Whole, repetitions: Whole) -> int:
 def repetition_number(segments: Whole, slots: Whole) -> int:
     """Return the smallest r with `reach(slots, r) >= segments`.
 
-    An optimal reversal advances over no segment more often.
+    An optimal reversal advances over no segment more than r times.
 
     >>> repetition_number(10, 3), repetition_number(11, 3)
     (2, 3)
@@ -84,9 +84,9 @@ def advances(segments: Whole, free: Whole) -> int:
     """Return the fewest advances that reverse `segments` segments from a stored start with `free`
     more slots.
 
-    Arguments: `segments` >= 0; `free` >= 0, the slots beside the start's.
-    Returns: segment evaluations, the `segments` replays not counted. With r the repetition number
-    and s = free + 1 it is r * segments - binomial(s + r, r - 1); without a free slot that is
+    Arguments: `segments` >= 0; `free` >= 0, the slots besides the start's.
+    Returns: segment evaluations, without the `segments` replays. With r the repetition number and
+    s = free + 1 it is r * segments - binomial(s + r, r - 1); without a free slot that is
     segments * (segments - 1) / 2.
 
     >>> advances(10, 2), advances(5, 0)
@@ -101,13 +101,13 @@ def advances(segments: Whole, free: Whole) -> int:
 
 
 def evaluations(segments: Whole, slots: Whole) -> int:
-    """Return the fewest evaluations of a forward sweep and its reversal with `slots` slots, less
+    """Return the fewest evaluations of a forward sweep and its reversal with `slots` slots, without
     replays.
 
     The forward sweep returns the state after the last segment, and only stored states survive it.
-    The end of the sweep is then one more thing to reach and to leave behind: this is the reversal
-    of `segments + 1` segments from a stored start, whose first `segments` advances are the forward
-    sweep. A gradient evaluates every segment `evaluations + segments` times in all.
+    Reaching that state counts as one more segment: this is the reversal of `segments + 1` segments
+    from a stored start, whose first `segments` advances are the forward sweep. With replays, a
+    gradient evaluates segments `evaluations + segments` times in all.
 
     >>> evaluations(3, 3), evaluations(200, 8)      # three slots hold three states: no repetition
     (3, 584)
@@ -122,7 +122,7 @@ def split(segments: Whole, free: Whole) -> int:
 
     Arguments: `segments` >= 2, the length of the stretch from the stored start to the end of the
     segment reversed next; in a forward sweep to a known end, one more than is left (see
-    `evaluations`). `free` >= 0, the slots beside the start's.
+    `evaluations`). `free` >= 0, the slots besides the start's.
     Returns: m with advances(segments, free) == m + advances(segments - m, free - 1) + advances(m,
     free). With no free slot it is `segments - 1`, the start of the last segment, reached without
     saving. It is the smallest of the optimal splits, which saves fewer states than the largest.
@@ -142,7 +142,7 @@ class SplitTable(NamedTuple):
     """The table that `split_from` reads: a row for each number of free slots, in any array type.
 
     starts: [free + 1, columns], start(r) of the module's formula in column r - 1.
-    widths: [free + 1, columns], reach(f, r - 1), the last column unbounded, so that stretches
+    widths: [free + 1, columns], reach(f, r - 1). The last column is unbounded, so that stretches
         longer than the table was made for still get a split.
     """
 
@@ -151,12 +151,12 @@ class SplitTable(NamedTuple):
 
 
 def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitTable:
-    """Return the table by which `split_from` splits up to `segments` segments with up to `free`
+    """Return the table with which `split_from` splits up to `segments` segments with up to `free`
     free slots.
 
     Arguments: `columns`, the most columns to make. Up to reach(f + 1, columns) segments with f free
     slots the split is optimal; beyond, where some segment would be advanced over more than
-    `columns` times, it is valid and a little dearer. Row 0 is exact at every length, and 256
+    `columns` times, it is valid but costs a little more. Row 0 is exact at every length, and 256
     columns are exact up to 33,153 segments for f = 1 and 2.8 million for f = 2.
     Returns: a SplitTable of tuples of Python ints, none above 2**31 - 1.
     """
@@ -166,7 +166,7 @@ def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitT
     columns = integer(where, "columns", columns, 1, "pass 256, say")
     needed = (
         1 if free == 0 else repetition_number(segments, 2)
-    )  # row 0 is linear: one column says it
+    )  # row 0 is linear, so one column is enough
     columns = max(1, min(columns, needed))
     rows = []
     for s in range(1, free + 2):
@@ -177,12 +177,12 @@ def split_table(segments: Whole, free: Whole, *, columns: Whole = 256) -> SplitT
 
 
 def split_from(table: SplitTable, segments: Any, free: Any, xp: Any) -> Any:
-    """`split(segments, free)` on integers of any array library: one row of the table, no branch.
+    """Compute `split(segments, free)` with any array library: one row of the table, no branch.
 
     Arguments: `table`, a SplitTable of arrays of `xp`; `segments` and `free`, integers or arrays of
     one shape, traced or not; `xp`, numpy or jax.numpy. Lanes may differ.
     Returns: as `split` for segments >= 2, of the type of `segments`. For segments <= 1 it is 0, so
-    it may be evaluated once too often.
+    a loop may evaluate it once too often.
     """
     segments = xp.asarray(segments)
     beyond = xp.expand_dims(segments, -1) - table.starts[free]

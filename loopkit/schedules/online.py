@@ -1,7 +1,7 @@
-"""Placing checkpoints while a loop of unknown length runs.
+"""Place checkpoints while a loop of unknown length runs.
 
 A placement is a fixed program: which state to save at which segment into which slot, whatever the
-loop computes. So the choosing is done ahead, on Python integers, and a running loop only reads a
+loop computes. So it is made ahead of time, with Python integers, and a running loop only reads a
 table:
 
 ```python
@@ -13,14 +13,14 @@ print(program.positions(1000))  # {0: 0, 3: 271, 4: 554, 5: 761, 6: 895, 2: 952,
 ```
 
 A mark is acted on only if the loop goes on, so nothing is dropped for a state at which the loop
-has ended. The stretch that begins at the k-th of these states is reversed with `slots - 1 - k` free
+has ended. The stretch that begins at the k-th stored state is reversed with `slots - 1 - k` free
 slots.
 
-Two placements: `thinning` doubles the spacing whenever the slots are full, and saves seldom;
-`cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) segments, with up to
-50 slots, `cheapest` is optimal, as algorithm I of Stumm & Walther is. Below reach(slots, 3),
-algorithm II's range, it is within 5 % of the optimum, and it stays near it beyond, where Wang, Moin
-& Iaccarino bound the repetitions: docs/schedules.md has the figures.
+There are two placements: `thinning` doubles the spacing whenever the slots are full, and saves
+seldom; `cheapest` drops the checkpoint whose loss costs least. Below reach(slots, 2) segments, with
+up to 50 slots, `cheapest` is optimal, like algorithm I of Stumm & Walther. Below reach(slots, 3),
+the range of algorithm II, it is within 5 % of the optimum. Beyond, where Wang, Moin & Iaccarino
+bound the repetitions, it stays near the optimum: docs/schedules.md has the figures.
 
 Source: Stumm & Walther 2010, "New algorithms for optimal online checkpointing", SIAM Journal on
 Scientific Computing 32(2); Wang, Moin & Iaccarino 2009, "Minimal repetition dynamic checkpointing
@@ -45,11 +45,11 @@ _BOUND = "give a bound on the segments the loop can run, or leave it out for 2**
 
 
 class Table(NamedTuple):
-    """The columns of a placement, one entry a save. Tuples of ints, or arrays of any library.
+    """The columns of a placement, one entry per save: tuples of ints, or arrays of any library.
 
     segment: the segment whose start is saved. The last two entries, never acted on, are the bound.
     slot: the slot it is saved into.
-    cleared: another slot that is empty from then on, or `slots` where there is none.
+    cleared: another slot that is empty from then on, or `slots` if there is none.
     """
 
     segment: Any
@@ -60,7 +60,7 @@ class Table(NamedTuple):
 class Mark(NamedTuple):
     """At the start of `segment` save into `slot`, forget `cleared`, then run `run` segments.
 
-    count: how many saves came before, the index into the table.
+    count: how many saves came before, which is the index into the table.
     segment, slot, cleared: the table's entries.
     run: segments until the next mark.
     """
@@ -73,9 +73,9 @@ class Mark(NamedTuple):
 
 
 def record(positions: Any, mark: Mark, xp: Any) -> Any:
-    """Return the segment each slot holds after `mark`.
+    """Return the segment that each slot holds after `mark`.
 
-    Arguments: `positions`, [slots] integers of the library `xp` (numpy or jax.numpy), NEVER where
+    Arguments: `positions`, [slots] integers of the library `xp` (numpy or jax.numpy), NEVER if
     a slot is empty.
     Returns: an array like `positions`.
     """
@@ -88,9 +88,9 @@ def record(positions: Any, mark: Mark, xp: Any) -> Any:
 class Placement:
     """A program of saves for a loop of unknown length of at most `segments` segments.
 
-    slots: slots, the initial state's included.
+    slots: the number of slots, including the initial state's.
     segments: the bound it was made for.
-    table: its saves, in the order of time.
+    table: its saves, in order of time.
     """
 
     slots: int
@@ -142,15 +142,14 @@ def _placement(slots: int, segments: int, saves: Sequence[Entry]) -> Placement:
 
 @lru_cache(maxsize=256)
 def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Placement:
-    """Save every `spacing` segments; when the slots are full, double it and overwrite what is
-    between.
+    """Save at an even spacing; when the slots are full, double it and overwrite what is between.
 
-    Arguments: `slots` >= 1, the initial state's included; `segments`, a bound on the loop's length;
-    `spare`, below `slots`, how many of them are left free for the reversal.
+    Arguments: `slots` >= 1, including the initial state's; `segments`, a bound on the loop's
+    length; `spare`, below `slots`, how many of them are left free for the reversal.
     Returns: a Placement. It saves slots / 2 states for each doubling of the length, the fewest of
-    the placements here. The stretches are even, though the last is reversed with `spare` free
-    slots, so without a spare slot it costs the square of a stretch. With sqrt(slots) spare slots
-    loops of up to 100 segments a slot stay within 1.25 of the optimum. With none, every state of a
+    the placements here. The stretches are even, but the last is reversed with `spare` free slots,
+    so without a spare slot it costs the square of a stretch. With sqrt(slots) spare slots, loops
+    of up to 100 segments per slot stay within 1.25 of the optimum. With none, every state of a
     loop of up to `slots` segments is held.
 
     >>> [(mark.segment, mark.slot) for mark in thinning(4).marks(11)]
@@ -166,7 +165,7 @@ def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Plac
         )
     saves = [Entry(0, 0, slots)]
     held = {0: 0}  # segment -> slot
-    between: list[int] = []  # segments held, off the present spacing, oldest first
+    between: list[int] = []  # held segments that are not on the spacing, oldest first
     segment = spacing = 1
     while segment < segments:
         slot = len(held)
@@ -187,10 +186,11 @@ def thinning(slots: Whole, segments: Whole = NEVER, *, spare: Whole = 0) -> Plac
 def cheapest(slots: Whole, segments: Whole = NEVER) -> Placement:
     """Save as soon as dropping the checkpoint that is missed least beats running on.
 
-    Arguments: `slots` >= 1, the initial state's included; `segments`, a bound on the loop's length.
-    Returns: a Placement. Each choice is the best for a loop that ends one segment later, whose
-    states are priced by their optimal reversal. It saves about a state a segment up to twice the
-    slots, then ever fewer.
+    Arguments: `slots` >= 1, including the initial state's; `segments`, a bound on the loop's
+    length.
+    Returns: a Placement. Each choice is the best one for a loop that ends one segment later and is
+    reversed optimally from the stored states. It saves about one state per segment up to twice the
+    slots, then fewer and fewer.
 
     >>> cheapest(4, 400)
     Placement(slots=4, segments=400, saves=58)

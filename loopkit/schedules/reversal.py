@@ -1,17 +1,17 @@
 """Schedules as actions, which act on one live state and on numbered slots.
 
 The *live* state is the one being computed with. A schedule begins with the start of segment 0 live.
-Every action prints as it is written, and names the segment it is about.
+Every action prints as it is written, and names its segment or slot.
 
-Segments are reversed newest first. The youngest checkpoint at or before the segment is restored,
-and from there the sweep *climbs*: it advances to the optimal split, saves, and goes on, until the
-segment's start is live. When the segment that begins at a checkpoint has been reversed, its slot is
-free, so the stretch between the i-th checkpoint and the next is reversed with `slots - 1 - i` free
-slots, each stretch at the binomial optimum (`loopkit.schedules.binomial`).
+Segments are reversed from the last to the first. The latest checkpoint at or before the segment is
+restored, and from there the sweep *climbs*: it advances to the optimal split, saves, and goes on,
+until the segment's start is live. When the segment that begins at a checkpoint has been reversed,
+its slot is free, so the stretch between the i-th checkpoint and the next is reversed with
+`slots - 1 - i` free slots, each stretch at the binomial optimum (`loopkit.schedules.binomial`).
 
-A forward sweep of known length is the same climb, towards the end of the last segment; forward and
-reverse sweep together then take `binomial.evaluations(segments, slots)` advances, the fewest there
-are.
+A forward sweep of known length is the same climb, towards the end of the last segment. Together,
+the forward and the reverse sweep then take `binomial.evaluations(segments, slots)` advances, the
+fewest possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loopkit.schedules.online import Placement
 
 @dataclass(frozen=True)
 class Advance:
-    """Run the segments from `start` up to, not including, `stop`: the start of `stop` is live."""
+    """Run the segments from `start` up to, not including, `stop`, whose start is then live."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Reverse:
-    """Replay `segment` from the live state, its start, and run it backward: nothing is live."""
+    """Replay `segment` from the live state, its start, and reverse it; then nothing is live."""
 
     segment: int
 
@@ -68,7 +68,7 @@ Action = Advance | Save | Restore | Discard | Reverse
 def gradient(segments: Whole, slots: Whole) -> Iterator[Action]:
     """Return the optimal schedule for a loop of known length: forward sweep, then reversal.
 
-    Arguments: `segments` >= 0; `slots` >= 1, the initial state's included.
+    Arguments: `segments` >= 0; `slots` >= 1, including the initial state's.
     Returns: actions that begin with the start of segment 0 live.
 
     >>> for action in gradient(3, 2): print(action)
@@ -95,8 +95,8 @@ def online_gradient(placement: Placement, segments: Whole) -> Iterator[Action]:
     """Return the schedule of a loop that placed its checkpoints by `placement` and ended after
     `segments`.
 
-    Returns: actions that begin with the start of segment 0 live. The checkpoints left behind are
-    reversed from as they are, none given up.
+    Returns: actions that begin with the start of segment 0 live. The reversal uses the checkpoints
+    that the loop left, and gives up none of them.
     """
     positions = placement.positions(segments)  # checks `segments`
     return _online_gradient(placement, int(segments), positions)
@@ -114,7 +114,7 @@ def _online_gradient(
 
 
 class _Stack:
-    """The checkpoints by age, youngest on top, and the free slots.
+    """The checkpoints by age, the latest on top, and the free slots.
 
     `positions` has, for each slot in use, the segment whose start it holds.
     """
@@ -130,7 +130,7 @@ class _Stack:
             yield from self.reverse(segments)
 
     def climb(self, segment: int, target: int) -> Iterator[Action]:
-        """From the start of `segment`, live and on top of the stack, make that of `target` live."""
+        """Advance from the start of `segment`, live and on top of the stack, to `target`'s."""
         while segment < target:
             stop = segment + binomial.split(target + 1 - segment, len(self.free))
             yield Advance(segment, stop)

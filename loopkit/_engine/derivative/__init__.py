@@ -1,1 +1,1 @@
-"""The derivative of a step, in two halves, and how a loop is reversed with them."""
+"""Derivatives of steps, the reversal of loops, and memory budgets for whole programs."""

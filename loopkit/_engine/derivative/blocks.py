@@ -1,7 +1,7 @@
-"""Cut a program into blocks: equations that are next to each other.
+"""Cut a program into blocks of consecutive equations.
 
-Loops, and equations that must not run again, are blocks of their own. Between these, blocks end
-where few bytes go from one to the next.
+A loop, or an equation that must not run again, is a block of its own. Elsewhere, blocks end where
+few bytes go from one to the next.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.repeatable import is_repeatable
 
 BLOCKS = 48
-"""About how many blocks a program has."""
+"""The approximate number of blocks in a program."""
 
 
 class Blocks(NamedTuple):
-    """A program, cut into blocks."""
+    """A program cut into blocks."""
 
     body: _jax.OpenJaxpr
-    """The program without calls of jitted functions."""
+    """The program with calls of jitted functions inlined."""
     last: Mapping[_jax.Var, int]
-    """The last equation that reads each variable."""
+    """The index of the last equation that reads each variable."""
     cuts: Sequence[int]
-    """Where blocks start, and the number of equations."""
+    """The index of the first equation of each block, then the number of equations."""
 
     def ends(self, start: int, stop: int) -> tuple[list, list]:
-        """Return the variables that the equations from `start` to before `stop` read of others, and
-        those that others read of them."""
+        """Return what the equations from `start` up to, not including, `stop` read from others, and
+        what later equations or the results read from them."""
         eqns, results = self.body.eqns[start:stop], set(_jax.variables(self.body.outvars))
         made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
         reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
@@ -38,19 +38,19 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(jaxpr: _jax.Jaxpr) -> Blocks:
-    """Return a program in blocks."""
+    """Cut a program into blocks."""
     body = _jax.open_jaxpr(equations.inlined(jaxpr))
     last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
     return Blocks(body, last, [*_starts(body, last), len(body.eqns)])
 
 
 def stays(eqn: _jax.Equation) -> bool:
-    """Return whether an equation does not run again: a loop has a plan for that."""
+    """Return whether an equation must not run again with its block; a loop follows its own plan."""
     return not is_repeatable(eqn) or any(True for _ in met_in(eqn, primal=True))
 
 
 def _starts(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int]) -> Iterator[int]:
-    """Yield where blocks start: of windows of as many bytes, where the fewest go on."""
+    """Yield where blocks start: in each window of equal bytes, where the fewest bytes cross."""
     made = [_jax.byte_count(*(v.aval for v in eqn.outvars)) for eqn in body.eqns]
     crossing, window = _crossing(body, last, made), sum(made) / BLOCKS
     alone = list(map(stays, body.eqns))
@@ -70,7 +70,7 @@ def _starts(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int]) -> Iterator[int]
 
 
 def _crossing(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], made: Sequence[int]) -> list[int]:
-    """Return the bytes of values from before each equation that it, or a later one, reads."""
+    """Return, for each equation, the bytes of earlier values that it or a later one reads."""
     changes = [0] * (len(made) + 2)
     for k, eqn in enumerate(body.eqns):
         for v in eqn.outvars:

@@ -1,7 +1,7 @@
-"""List what the loops of a program may need, from the fastest to the smallest.
+"""List the choices for the loops of a program, from the fastest to the smallest.
 
-A loop in another loop is a part of its step. What it saves counts once if the outer loop runs its
-steps again, and for each step otherwise. So a choice for the outer loop is one for all loops in it.
+An inner loop is part of the outer loop's step. What it saves counts once if the outer loop runs its
+steps again, and once per step otherwise. So a choice for the outer loop covers all loops in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from loopkit._plans.plan import Plan
 from loopkit._plans.planner import all_plans
 
 INNER_CHOICES = 5
-"""For how many choices of the loops in a step the step is split again."""
+"""The most choices of the loops in a step for which the step is split again."""
 
 
 def with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop: loop) -> Any:
@@ -57,10 +57,10 @@ def with_budget(eqn: _jax.Equation, budget: Bytes, made: Callable = lambda loop:
 def timeline_of(
     jaxpr: _jax.Jaxpr, moves: Sequence[bool], budget: Bytes
 ) -> tuple[Timeline, Choices]:
-    """Return what lives while the gradient of a program is computed, and the choices of its loops.
+    """Return the memory timeline of the gradient of a program, and the choices of its loops.
 
-    The gradient is that in the inputs that move. If there is none, there may be one in some of
-    them. Then all loops that have a derivative live at the same time.
+    The gradient is with respect to the inputs marked in `moves`. If there is none, there may be one
+    in fewer inputs. Then the timeline assumes that all loops with a derivative save at once.
     """
     body = equations.inlined(jaxpr)
     with suppress(NotReversedError):
@@ -90,13 +90,13 @@ def _of_gradient(body: _jax.Jaxpr, moves: Sequence[bool]) -> Timeline:
 
 
 def predicted(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> tuple[Timeline, State]:
-    """Return what lives while the gradient of a program is computed, whose loops have budgets."""
+    """Return the timeline of the gradient of a program whose loops have budgets, and its state."""
     line, choices = timeline_of(jaxpr, moves, Bytes(1))
     return line, state_of(line.moments, {key: some[0] for key, some in choices.items()})
 
 
 def choices_of(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
-    """Return what a loop may need, from the fastest to the smallest."""
+    """Return the choices for a loop, from the fastest to the smallest."""
     key = "choices", active, budget.count, budget.host
     return loop.derived(key, lambda: _choices(loop, active, budget))
 
@@ -108,7 +108,7 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
     moments = without_dominated(line.moments)
     inner = {k: choices_of(m.loop, m.active, budget) for k, m in line.loops.items()}
     states = few(by_price(moments, inner), INNER_CHOICES)
-    if key_of(loop) is loop:  # a budget of its own
+    if key_of(loop) is loop:  # it has its own budget
         with asked():
             plan = reversal(loop, active).plan
         return [_choice(plan, states[0], None)]
@@ -120,12 +120,12 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
         for step in steps:
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
-    price = budget.count / budget.host if budget.host else 0.0  # as `Ways` weighs them
+    price = budget.count / budget.host if budget.host else 0.0  # as in `Ways`
     return fastest_first(found, lambda c: c.saved + c.working + price * c.host)
 
 
 def _choice(plan: Plan, step: State, number: Any) -> Choice:
-    """Return what a loop needs with a plan, and a choice for the loops in its step."""
+    """Return the choice of a loop with this plan, and with this state for the loops in its step."""
     saved, steps = saved_bytes(plan), steps_of(plan)
     time = plan.nanoseconds(steps) + steps * step.nanoseconds
     working = max(0, plan.peak_bytes - saved) + step.bytes
@@ -138,7 +138,7 @@ def _choice(plan: Plan, step: State, number: Any) -> Choice:
 
 
 def _with_counts(loop: Loop, state: State) -> Loop:
-    """Return the loop with these budgets for the loops in its step."""
+    """Return the loop with the budgets of a state for the loops in its step."""
     counts = {count.number: count for count in state.counts}
     if not counts:
         return loop

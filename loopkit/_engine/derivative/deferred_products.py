@@ -1,13 +1,13 @@
-"""Gradients of matrices, as one product for each segment instead of one for each step.
+"""Compute gradients of matrices with one product per segment instead of one per step.
 
 The cotangent of a weight matrix is a sum over the steps of products of two factors, in most loops
-x_t and the cotangent of x_t W. Adding each product to the sum as it arises reads and writes the
-whole matrix in every step. If the factors are smaller than the matrix, they are kept instead. At
-the end of a segment they are multiplied, with the axis of the steps as one more axis to contract:
+x_t and the cotangent of x_t W. Adding each product to the sum at once reads and writes the whole
+matrix in every step. If the factors are smaller than the matrix, the loop stores them instead, and
+multiplies them at the end of a segment, with the step axis as one more axis to contract:
 
 sum_t dot(a_t, b_t) = dot(a, b), contracted over t as well
 
-A factor that is a row of the segment is not kept twice.
+A factor that the segment already stores as a row is not stored again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.products import product
 
 SMALLEST = 1 << 15
-"""The bytes of a matrix up to which its sum stays in the nearest cache."""
+"""The bytes up to which a matrix stays in the nearest cache, where deferring gains nothing."""
 UNARY = ("transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p")
-"""Linear primitives that may come after the product."""
+"""Linear primitives that may be applied to a product."""
 
 Term = tuple[Any, ...]
-"""The equation of a product, and those that follow it, the first one first."""
+"""The equation of a product, then those applied to its result, in order."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Products:
     terms: tuple[tuple[Term, ...], ...]
     """The terms of each deferred output."""
     factors: tuple[Any, ...]
-    """Variables that are kept for each step."""
+    """The factors to store for each step."""
     rows: dict
-    """The number of the row for each variable that is a row of the segment."""
+    """For each factor that the segment already stores, the index of its rows."""
 
     @property
     def factor_types(self) -> list[_jax.ShapedArray]:
@@ -65,8 +65,8 @@ def put_off(
 ) -> Products:
     """Find the products worth deferring among the first `consts` outputs of a backward half.
 
-    Its first `fixed` inputs are the same for all steps. `rows` says, for each of its inputs from
-    `first_row` on, which row of the segment it is. After the rows come the sums so far.
+    Its first `fixed` inputs are the same for all steps. For each input from `first_row` on, `rows`
+    has the index of the segment's row that it is, or None. The next inputs are the sums so far.
     """
     j = _jax.open_jaxpr(backward)
     maker = equations.maker_of(j)
@@ -94,7 +94,7 @@ def put_off(
 
 
 def _terms(v: _jax.Atom, maker: Callable[[Any], Any], still: set, sums: set) -> list[Term] | None:
-    """Return the products that `v` adds to a sum so far, or None if it is not their sum."""
+    """Return the products that `v` adds to a sum so far, or None if it is not such a sum."""
     after: list = []
     while True:
         if not isinstance(v, _jax.Literal) and v in sums:
@@ -122,7 +122,7 @@ def _factors(terms: Sequence[Term]) -> list:
 
 
 def _pays(out: _jax.Atom, terms: Sequence[Term], present: set) -> bool:
-    """Return whether the factors to keep are smaller than the sum that is not read and written."""
+    """Return whether storing new factors takes fewer bytes than reading and writing the sum."""
     new = set(_factors(terms)) - present
     size = _jax.byte_count(out.aval)
     return size > SMALLEST and sum(_jax.byte_count(v.aval) for v in new) < 2 * size

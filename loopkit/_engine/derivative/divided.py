@@ -1,8 +1,7 @@
-"""Run a program in stretches, of which some run again when they are reversed.
+"""Run a program in stretches, some of which run again when they are reversed.
 
-A stretch that runs again is put under `jax.checkpoint`, which every transformation of JAX itself
-knows. An array that is read slice by slice, as in a loop that is written out, gets its cotangent in
-place.
+A stretch that runs again is put under `jax.checkpoint`, which every transformation of JAX supports.
+If an array is read slice by slice, as in an unrolled loop, its cotangent is added up in place.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ STORED = "loopkit: stored"
 COMPLEX = "complex64", "complex128"
 """Types of values that JAX cannot save by name."""
 POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
-"""The policy of all stretches."""
+"""The policy of all stretches that run again."""
 
 
 class Divided(NamedTuple):
-    """A program, and the ways to divide it."""
+    """A program and the ways to divide it."""
 
     whole: _jax.Jaxpr
     blocks: Blocks
@@ -45,7 +44,7 @@ class Divided(NamedTuple):
     divisions: list[Division]
 
     def program(self, division: Division) -> Any:
-        """Return the program whose stretches run again as a division says."""
+        """Return the program in the stretches of a division, some of which run again."""
         if len(division.stretches) == 1 and not division.stretches[0].again:
             return with_slices_in_place(self.whole)
 
@@ -56,7 +55,7 @@ class Divided(NamedTuple):
                     self._run_again(stretch, env)
                 else:
                     self._run(stretch, env)
-                # Cotangents are summed by stretch, of what is read in it and after it.
+                # If later stretches also read a value, sum its cotangents stretch by stretch.
                 env |= {v: _apart(env[v]) for v in self._read_later(stretch)}
             return equations.run([], env, self.blocks.body.outvars)
 
@@ -68,7 +67,7 @@ class Divided(NamedTuple):
         return self.blocks.ends(cuts[stretch.start], cuts[stretch.stop])
 
     def _read_later(self, stretch: Stretch) -> list:
-        """Return the variables that a stretch reads, and equations after it."""
+        """Return the variables that both a stretch and later equations read."""
         reads, _ = self._ends(stretch)
         return [v for v in reads if self.blocks.last[v] >= self.blocks.cuts[stretch.stop]]
 
@@ -81,12 +80,12 @@ class Divided(NamedTuple):
                 _end_block(self.blocks, start, stop, env)
 
     def _run_again(self, stretch: Stretch, env: dict) -> None:
-        """Run a stretch that runs again when it is reversed."""
+        """Run a stretch under `jax.checkpoint`, so that it runs again when it is reversed."""
         reads, makes = self._ends(stretch)
         makes += [v for v in self._read_later(stretch) if v in self.sliced]
 
         def named(eqn: _jax.Equation, ins: list) -> list:
-            # JAX cannot save complex values by name: they run again.
+            # JAX cannot save complex values by name, so they are computed again.
             stored = {v for v in eqn.outvars if v in stretch.stored and v.aval.dtype not in COMPLEX}
             return _stored(eqn, ins, stored) if stored else _jax.bind_equation(eqn, ins)
 
@@ -100,11 +99,11 @@ class Divided(NamedTuple):
 
 
 def with_slices_in_place(jaxpr: _jax.Jaxpr) -> Any:
-    """Return a program that adds cotangents of slices in place, where many are of one array."""
+    """Return a program that adds up the cotangents of arrays read in many slices in place."""
     blocks = blocks_of(jaxpr)
     body = blocks.body
     sliced = read_in_slices(body.eqns)
-    # XLA for CPUs would fuse steps that are written out, and compute much of them several times.
+    # XLA for CPUs would fuse unrolled steps, and compute much of them several times.
     on_cpu = planned_for() is None
 
     def run(*values: jax.Array) -> list:
@@ -119,13 +118,13 @@ def with_slices_in_place(jaxpr: _jax.Jaxpr) -> Any:
 
 
 def _end_block(blocks: Blocks, start: int, stop: int, env: dict) -> None:
-    """Let no fusion go on beyond a block."""
+    """Stop XLA from fusing operations across the end of a block."""
     _, makes = blocks.ends(start, stop)
     env |= {v: _apart(env[v]) for v in makes}
 
 
 def _reading(env: dict, sliced: frozenset[_jax.Var], rule: Any = _jax.bind_equation) -> Any:
-    """Return a rule for equations, of which those that read slices pass the array on."""
+    """Return a rule for equations in which each read of a slice passes the array to the next."""
 
     def reading(eqn: _jax.Equation, ins: list) -> Any:
         first = _jax.variables(eqn.invars[:1])
@@ -139,22 +138,22 @@ def _reading(env: dict, sliced: frozenset[_jax.Var], rule: Any = _jax.bind_equat
 
 
 def _apart(value: jax.Array) -> jax.Array:
-    """Return a value that no fusion crosses, and whose cotangents are summed part by part.
+    """Put a value behind a barrier: no fusion crosses it, and cotangents are summed part by part.
 
-    A compiler that sums those of all parts at the end would keep all of them until then.
+    If XLA summed the cotangents of all parts at the end, it would keep all of them until then.
     """
     moves = _jax.is_differentiable(jax.typeof(value))
     return jax.lax.optimization_barrier(value) if moves else value
 
 
 def _stored(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> list:
-    """Return the results of an equation, of which these are stored."""
+    """Return the results of an equation, with those in `values` marked as stored."""
     at = [i for i, v in enumerate(eqn.invars) if not isinstance(v, _jax.Literal)]
     if len(at) != 1 or not _jax.is_differentiable(jax.typeof(ins[at[0]])):
         return _named(eqn, ins, values)
     operands = lambda x: [*ins[: at[0]], x, *ins[at[0] + 1 :]]
 
-    # The derivative of exp(x) reads exp(x). JAX's own reads it from before it gets a name.
+    # The derivative of exp(x) reads exp(x). JAX's own rule reads the value before it has a name.
     @jax.custom_jvp
     def run(x: jax.Array) -> list:
         return _named(eqn, operands(x), values)
@@ -173,7 +172,7 @@ def _stored(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> lis
 
 
 def _named(eqn: _jax.Equation, ins: list, values: AbstractSet[_jax.Var]) -> list:
-    """Return the results of an equation; those that are stored have the name that says so."""
+    """Return the results of an equation, with the name `STORED` for those in `values`."""
     outs = zip(eqn.outvars, _jax.bind_equation(eqn, ins), strict=True)
     return [checkpoint_name(x, STORED) if v in values else x for v, x in outs]
 

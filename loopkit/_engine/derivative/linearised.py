@@ -1,7 +1,7 @@
-"""The derivative of one step before it is cut: its values, and the linear function of these.
+"""The derivative of one step before it is cut: its values, and a linear function that reads them.
 
-`jax.linearize` of the body is traced once. If there is a choice of what to store, calls of jitted
-functions are spelled out, so that a cut sees what is inside them.
+`jax.linearize` of the body is traced once. Unless a step is too long for a cut, calls of jitted
+functions are inlined, so that the cut sees what is inside them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Linearised:
     loop: Loop
     active: Active
     residuals: Residuals
-    """The values that a step computes, among them those that the tangents read."""
+    """The values that a step computes, including those that the tangents read."""
     tangents: _jax.Jaxpr
     """(residuals, tangents of active inputs) -> tangents of active outputs"""
     holds_wide: bool
-    """Whether it has inner loops that could run again, and keeps their residuals."""
+    """Whether the step has wide inner loops (`rerun.py`) and keeps their residuals."""
 
     @property
     def carry(self) -> list[_jax.Var]:
@@ -45,19 +45,18 @@ class Linearised:
 
 
 Variant = Literal["as it is", "inner loops again", "opened"]
-"""How the body is linearised. With "inner loops again", wide inner loops run again, as if the
-residuals of every step are kept. With "opened", a cut sees what is inside `jax.checkpoint`."""
+"""How the body is linearised. With "inner loops again", wide inner loops run again, as they do if
+every step's residuals are kept. With "opened", a cut sees what is inside `jax.checkpoint`."""
 
 
 SMALLEST_ROW = 1 << 12
-"""The bytes of residuals of a step up to which a loop keeps all of them, or none."""
+"""The residual bytes of a step up to which a loop keeps all or none, if making them is fast."""
 LONG_FOR_A_BYTE = 20.0
-"""The nanoseconds for each such byte beyond which a step has a choice however few there are."""
+"""The nanoseconds per byte above which loopkit chooses among residuals, however few they are."""
 
 
 def has_frontier(loop: Loop, row_bytes: int, nanoseconds: float) -> bool:
-    """Return whether choosing among the residuals of a step is worth it: many bytes, or much
-    time."""
+    """Return whether it pays to choose which residuals of a step to store."""
     is_large = (loop.length or 1) * row_bytes > CHECKPOINT_BYTES
     return is_large and (row_bytes > SMALLEST_ROW or nanoseconds > LONG_FOR_A_BYTE * row_bytes)
 
@@ -116,14 +115,14 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
 def _check_policy(
     loop: Loop, policy: Callable[..., Any], step: _jax.Jaxpr, saves_all: bool
 ) -> None:
-    """Raise unless each name that a policy knows is that of a value in the step."""
+    """Raise if a policy names values that the step lacks, or offloads within a `memory` budget."""
     j = _jax.open_jaxpr(step)
     if not saves_all and any(_jax.offloads(policy, eqn) for eqn in j.eqns):
         expected = "cannot be a policy that puts values on the host together with `memory`"
         advice = 'Leave out `memory`, or pass memory={"device": ..., "host": ...} and no policy.'
         got = f"`{_jax.name_of(policy)}`"
         raise errors.wrong_value(loop.name, "checkpoints", expected, got, advice)
-    if loop.replaced_by:  # the names may be those of another loop
+    if loop.replaced_by:  # the names may belong to another loop
         return
     named = map(_jax.checkpoint_name, equations.all_equations(step))
     names = sorted({name for name in named if name is not None})
@@ -151,7 +150,7 @@ def _tangents(
     types = [t.to_tangent_aval() for t in kept(loop.body.in_avals, active.inputs)]
     linear = _jax.trace_closed(pushforward, [*residual_types, *types], "loop_tangents")
     linear = equations.reported_once(linear)
-    if not loop.holds_custom_vjp:  # else this code gets the next derivative
+    if not loop.holds_custom_vjp:  # otherwise the next derivative is that of this code
         linear = to_transpose(linear)
     moving = [True] * sum(active.inputs)
     keep = [*[False] * len(residual_types), *moving]

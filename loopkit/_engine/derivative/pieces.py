@@ -27,33 +27,33 @@ from loopkit._plans.plan import Plan
 
 @dataclass(frozen=True)
 class Reversal:
-    """How a loop is reversed in its active leaves: the plan and the pieces of a step."""
+    """How to reverse a loop in its active leaves: the plan and the pieces of a step."""
 
     loop: Loop
-    """The silent loop, because its steps run a second time."""
+    """The loop without debug effects, because its steps run a second time."""
     active: Active
     plan: Plan
     split: Split
     saved: tuple[bool, ...]
-    """Which carry leaves a checkpoint holds: those that replaying reads."""
+    """Which carry leaves replaying reads. Checkpoints hold those that are `slotted`."""
     step: _jax.Jaxpr
     """(consts, saved carry, x) -> saved carry"""
     forward: _jax.Jaxpr
     """(consts, saved carry, x) -> saved carry, stored residuals"""
     undo: Undo | None
-    """How to bring back the buffers that checkpoints leave out."""
+    """How to restore the buffers that checkpoints leave out."""
     counters: Counters
-    """Carry leaves that follow from the number of the step."""
+    """Carry leaves that follow from the step number."""
     unused_init: tuple[bool, ...] = ()
     """Carry leaves whose initial value needs no cotangent; empty if all cotangents are wanted."""
     layout_plan: Plan | None = None
-    """The plan by which saved values are laid out, if the sweeps follow another plan."""
+    """The plan for the layout of saved values, if the sweeps follow another plan."""
 
     @property
     def backward(self) -> _jax.Jaxpr:
         """(consts, hoisted, x, stored, cotangents) -> cotangents of the active consts, carry, x
 
-        It is made on the first use, because the body may hold parts that cannot be transposed.
+        It is made on first use, because the body may hold parts that cannot be transposed.
         """
         return self.backward_there if _jax.for_accelerators() else self.backward_here
 
@@ -87,7 +87,7 @@ class Reversal:
 
     @cached_property
     def products(self) -> Products | None:
-        """The products of the backward half worth deferring to the end of a segment of rows."""
+        """The products of the backward half worth deferring to the end of a segment."""
         plan = self.plan
         if plan.segment == 1 or plan.keeps_all or plan.price or self.layout_plan is not None:
             return None
@@ -109,12 +109,12 @@ class Reversal:
 
     @cached_property
     def undone(self) -> tuple[bool, ...]:
-        """Which of the saved leaves are undone, and so need no slot."""
+        """Which carry leaves are undone, and so need no slot."""
         return (False,) * len(self.saved) if self.undo is None else self.undo.leaves
 
     @property
     def log_types(self) -> list[_jax.ShapedArray]:
-        """The types that one step logs to undo buffers."""
+        """The types of what one step logs for undoing its writes."""
         return [] if self.undo is None else self.undo.log_types
 
     @cached_property
@@ -125,26 +125,26 @@ class Reversal:
 
     @cached_property
     def counted_rows(self) -> list[int | None]:
-        """For each residual, the carry leaf of the counter that it is, or None."""
+        """For each residual, the carry leaf of the counter that it equals, or None."""
         first = self.loop.const_count
         counter = {first + i: i for i, by in enumerate(self.counters) if by is not None}
         source = equations.forwarded(self.split.forward)[self.split.results :]
         return [None if s is None else counter.get(s) for s in source]
 
     def for_waiting_hosts(self) -> Reversal:
-        """Return the reversal for a host that waits in loops of unknown length."""
+        """Return the reversal for a GPU, whose host waits in loops of unknown length."""
         plan = self.plan.on_gpu
         return self if plan == self.plan else replace(self, plan=plan, layout_plan=self.plan)
 
     def without(self, unused_init: tuple[bool, ...]) -> Reversal:
-        """Return the reversal without cotangents of some initial values, which nobody wants."""
+        """Return the reversal without cotangents of unused initial values."""
         if not any(unused_init):
             return self
         key = ("without", self.plan, self.active, unused_init, self.loop.unroll)
         return self.loop.derived(key, lambda: replace(self, unused_init=unused_init))
 
     def prune_results(self, wanted: Sequence[bool]) -> Pruned:
-        """Return the loop that saves the same leaves, and has only the wanted results."""
+        """Return the loop with only the wanted results, which saves the same leaves."""
         assert self.undo is None, "what is displaced is logged by all there is"
         carry, ys, _ = parts(wanted, self.loop.carry_count, self.loop.ys_count)
         read = [False] * len(self.loop.body.in_avals)
@@ -154,7 +154,7 @@ class Reversal:
         return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
 
     def pruned(self, pruned: Pruned) -> Reversal:
-        """Return how the pruned loop is reversed."""
+        """Return the reversal of the pruned loop."""
         split, (_, consts, carry, xs) = self.split, self.loop.split(pruned.operands)[0]
         outs = [*pruned.results, *[True] * len(split.stored_types)]
         forward, _ = _jax.dce(split.forward, outs, [*consts, *carry, *xs])
@@ -181,14 +181,14 @@ class Reversal:
     def rereads(self) -> bool:
         """Whether a step's residuals depend on what the step itself writes to buffers.
 
-        One case does not count: an inner loop whose residuals hold the buffer as it leaves it.
+        One case does not count: residuals that hold the whole buffer, as an inner loop leaves it.
         """
         buffers = kept(self.loop.carry_types, self.undone)
         left = any(_jax.same_type(t, b) for t in self.split.stored_types for b in buffers)
         return not left and holds_write(self.remaking)
 
     def split_saved(self, saved: Sequence[Any]) -> tuple[list, list]:
-        """Split the saved leaves into those that a slot holds, and the buffers that are undone."""
+        """Split the saved leaves into those that a slot holds and the buffers that are undone."""
         in_slots, undone = kept(self.slotted, self.saved), kept(self.undone, self.saved)
         return kept(saved, in_slots), kept(saved, undone)
 
@@ -201,17 +201,17 @@ class Reversal:
         return at_step(self.loop, operands.init, self.counters, step, taken)
 
     def drop_counters(self, residuals: Sequence[Any]) -> list:
-        """Return the residuals of a step that are stored."""
+        """Return the stored residuals of a step: all but the counters."""
         return kept(residuals, [i is None for i in self.counted_rows])
 
     def restore_counters(self, row: Sequence[Any], counts: Sequence[Any]) -> list:
-        """Return the residuals of a step, from the stored ones and the counters."""
+        """Return the residuals of a step from the stored ones and the counters."""
         stored = iter(row)
         return [next(stored) if i is None else counts[i] for i in self.counted_rows]
 
     @cached_property
     def on_host(self) -> list[bool]:
-        """Which arrays that the forward sweep saves are in the host's memory."""
+        """For each array that the forward sweep saves, whether it is in the host's memory."""
         if not self.plan.keeps_all:
             rows = len(self.row_types) if self.plan.keeps_last else 0
             return [self.plan.host] * (sum(self.slotted) + rows)
@@ -226,7 +226,7 @@ class Reversal:
             return self.slot_types
         decide = [] if self.loop.cond is None else self.loop.cond.out_avals
         types = self.drop_counters(self.split.stored_types)
-        return [_jax.type_like(t, decide) for t in types]  # as they vary where they are written
+        return [_jax.type_like(t, decide) for t in types]  # they vary as the predicate does
 
     def advance(
         self,
@@ -237,9 +237,9 @@ class Reversal:
         times: Any,
         slices: Callable[[Any], list] | None = None,
     ) -> list:
-        """Return the saved leaves, `times` steps after step `first`; lanes take `steps` in all.
+        """Return the saved leaves `times` steps after step `first`; lanes take `steps` in all.
 
-        `slices(step)` are those of xs, if operands do not have all of them.
+        `slices(step)` returns the slices of xs, if the operands do not hold all of them.
         """
 
         def step(k: _jax.Whole, carry: list) -> list:
@@ -271,16 +271,16 @@ def build(
 
 
 def _again(loop: Loop, split: Split, results: Sequence[bool]) -> _jax.Jaxpr:
-    """Return the forward half of a step that runs again: some results, and the stored values."""
+    """Return the forward half of a step that runs again: some results, then the stored values."""
     wanted = [*results, *[True] * len(split.stored_types)]
     forward, _ = _jax.dce(split.forward, wanted, [True] * len(split.forward.in_avals))
     silent = equations.without_debug_effects(forward)
-    # If there is a custom rule, this code gets the next derivative.
+    # With a custom rule, the next derivative is that of this code.
     return silent if loop.holds_custom_vjp else to_run(silent)
 
 
 def saved_leaves(loop: Loop, split: Split) -> tuple[bool, ...]:
-    """Return the carry leaves that replaying needs: a fixed point of what the derivative reads."""
+    """Return which carry leaves replaying needs: a fixed point of what the residuals read."""
 
     def carry_read(jaxpr: _jax.Jaxpr, outputs: Sequence[bool]) -> list[bool]:
         return parts(_jax.used_inputs(jaxpr, outputs), loop.const_count, loop.carry_count)[1]

@@ -1,8 +1,8 @@
-"""Inner loops that run again going back, if the residuals of every step are kept.
+"""Run inner loops again in the backward pass, if the outer loop keeps every step's residuals.
 
 An inner loop that may stop early has residuals for as many steps as its bound, and most of them are
-never written. If each step of the outer loop kept them, it would need memory for the bound, and not
-for the steps taken. The residuals follow in one more run from what the inner loop starts with.
+never written. If each outer step kept them, the outer loop would need memory for the bound instead
+of the steps taken. One more run of the inner loop from its operands makes the same residuals.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from loopkit._jaxprs.repeatable import is_repeatable
 ROOM = 1024
 """The bytes of an inner loop's residuals up to which each step of the outer loop keeps them."""
 FEW_STEPS = 16
-"""The bound of an inner loop up to which they are kept, because it takes about as many steps."""
+"""The bound of an inner loop up to which outer steps keep its residuals: few go unused."""
 
 
 def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a step in which each of these loops occurs twice: for results, and for residuals.
+    """Return a step that runs each wide inner loop twice: for its results, and for its residuals.
 
-    The second gets zeros for operands on which no residual depends.
+    The second run gets zeros for operands on which no residual depends.
     """
     j, wide = _jax.open_jaxpr(step), found(loop, step)
 
@@ -42,8 +42,8 @@ def apart(loop: Loop, step: _jax.Jaxpr) -> _jax.Jaxpr:
 
 
 def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
-    """Return the wide loops in a step of the loop, as the identities of their equations."""
-    if loop.holds_custom_vjp:  # the code that goes back gets the next derivative
+    """Return the ids of the equations of wide inner loops in a step of the loop."""
+    if loop.holds_custom_vjp:  # the next derivative is that of the backward code
         return set()
     j = _jax.open_jaxpr(step)
     inputs = j.invars[: loop.const_count], j.invars[loop.const_count + loop.carry_count :]
@@ -54,7 +54,7 @@ def found(loop: Loop, step: _jax.Jaxpr) -> set[int]:
 
 
 def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
-    """Return whether the residuals of a loop need more memory than the operands that give them."""
+    """Return whether a loop's residuals need more memory than the operands they follow from."""
     if eqn.primitive is not forward_p or not is_repeatable(eqn):
         return False
     loop = eqn.params["loop"]

@@ -1,4 +1,4 @@
-"""How a loop is reversed: the best plan for its step, and the pieces that it runs."""
+"""Decide how to reverse a loop: the best plan for its step, and the pieces that it runs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class NotReversedError(Exception):
 
 @contextmanager
 def asked() -> Generator[None, None, None]:
-    """Raise `NotReversedError` for what JAX, loopkit or a rule raises in its place.
+    """Turn errors of JAX, loopkit or custom rules into `NotReversedError`.
 
-    A prediction asks for derivatives that may never be taken.
+    Predictions ask for derivatives that may never be taken.
     """
     try:
         yield
@@ -48,14 +48,14 @@ def asked() -> Generator[None, None, None]:
 
 
 def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Reversal:
-    """Return how to reverse a loop whose forward sweep was laid out for the leaves of `layout`.
+    """Return the reversal of a loop whose forward sweep was laid out for the leaves of `layout`.
 
     `active` may have fewer leaves. The layout of what the forward sweep saved stays the same.
     """
     base = loop.derived((KEY, layout), lambda: _planned(loop, layout))
     if active is None or active == layout:
         return base
-    # Stored residuals are those of the layout. Residuals that are made again are made for `active`.
+    # Stored residuals are those of the layout; residuals that are made again are for `active`.
     split = base.split
     if not base.plan.stores_rows:
         fewer = split_step(loop, active, base.plan.price, base.split.variant)
@@ -78,7 +78,7 @@ def covers(layout: Active, active: Active) -> bool:
 
 
 def can_replay(loop: Loop, split: Split, saved: Sequence[bool]) -> bool:
-    """Return whether the residuals of a split can be made from these leaves of the carry."""
+    """Return whether the residuals of a split can be made from the saved carry leaves."""
     needed = saved_leaves(loop.without_debug_effects(), split)
     return all(s or not n for s, n in zip(saved, needed, strict=True))
 
@@ -97,25 +97,25 @@ def _planned(loop: Loop, active: Active) -> Reversal:
         kept_whole = _of_split(loop, active, "inner loops again")
         room = max(REPLAYED, HARDLY_MORE * found.plan.peak_bytes)
         if kept_whole.plan.keeps_all and kept_whole.plan.peak_bytes <= room:
-            return kept_whole  # the inner loops run again, and the step does not
+            return kept_whole  # only the inner loops run again
     return found
 
 
 def remat_nanoseconds(loop: Loop) -> float:
-    """Predict the time of parts under `jax.checkpoint` that a step runs again going back."""
+    """Predict how long a step takes to run parts under `jax.checkpoint` again."""
     eqns = filter(is_remat, _jax.open_jaxpr(loop.body).eqns)
     return sum(equation_nanoseconds(e, loop.device) for e in eqns)
 
 
 def step_costs(loop: Loop, active: Active) -> tuple[StepCosts, ...]:
-    """Return the costs of a step, for each way to undo its writes or to save its buffers."""
+    """Return the costs of a step with writes undone, if they can be, and with buffers saved."""
     return _unplanned(loop, active, "as it is")[2]
 
 
 def _unplanned(
     loop: Loop, active: Active, variant: Variant
 ) -> tuple[Reversal, Undo | None, tuple[StepCosts, ...]]:
-    """Return the reversal before it has a plan, how writes can be undone, and costs of a step."""
+    """Return the reversal without a plan, how to undo writes, and the costs of a step."""
     split, whole = split_step(loop, active, variant=variant), linearised(loop, active, variant)
     saved = saved_leaves(loop.without_debug_effects(), split)
     quiet = build(loop, active, Plan(1), saved, split, None, find_counters(loop))
@@ -151,7 +151,7 @@ def _of_split(loop: Loop, active: Active, variant: Variant = "as it is") -> Reve
 
 
 def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
-    """Add the ways to store less of a step, if that is worth a choice."""
+    """Add the ways to store less of a step, if it pays to choose."""
     if not has_frontier(whole.loop, step.residual_bytes, step.run):
         return step
     free = {v for v, is_free in zip(whole.carry, whole.residuals.free, strict=True) if is_free}

@@ -1,4 +1,4 @@
-"""The derivative of one step, split in two: values stored going forward, and work going back.
+"""The derivative of one step, split into a forward half and a backward half.
 
 The linearised step is cut at its residuals, the values that the backward half reads, or at values
 from which these follow (`min_cut.py`). Values that depend on constants alone are computed once,
@@ -9,8 +9,8 @@ before the sweep ("hoisted"). Slices of xs are read again. The rest is stored.
     backward(consts, hoisted, x, stored, so far, cts)
                                                  -> cotangents of the active consts, carry, x
 
-Cotangents of the constants are added to those of the steps reversed so far. If a step reads slices
-of a constant, that happens in place.
+Cotangents of the constants are added to those of the steps reversed so far, in place if a step
+reads slices of a constant.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class Split:
     results: int
     """The number of outputs of `forward` that are carry or y."""
     backward: Callable[[Active, Sequence[bool]], _jax.Jaxpr]
-    """The backward half, for the leaves that cotangents flow through.
+    """A function that makes the backward half for the leaves that cotangents flow through.
 
-    The second argument says for which carry leaves nobody wants the cotangent of the initial value.
+    Its second argument marks the carry leaves whose initial value needs no cotangent.
     """
     uncut_bytes: int
-    """The bytes of all residuals of a step, as jax.lax.scan stores them, for one lane as in
-    plans."""
+    """The bytes of all residuals of a step of one lane, as jax.lax.scan stores them."""
     reads: tuple[bool, ...]
     """Which constants, and after them which xs, the backward half reads."""
     offloaded: tuple[bool, ...] = ()
@@ -59,8 +58,7 @@ class Split:
     variant: Variant = "as it is"
     """How the body was linearised."""
     stored_batched: tuple[bool, ...] = ()
-    """Which rows have the new axis, if the split is that of a batched loop made from another
-    split."""
+    """Which stored residuals have the new axis, if `batch_split` made the split."""
 
     @property
     def stored_types(self) -> list[_jax.ShapedArray]:
@@ -70,14 +68,14 @@ class Split:
 def split_step(
     loop: Loop, active: Active, price: float = 0.0, variant: Variant = "as it is"
 ) -> Split:
-    """Return the halves of the derivative, cut in the best way at a price of a byte."""
+    """Return the halves of the derivative, cut in the best way for a price per byte."""
     whole = linearised(loop, active, variant)
     make = lambda: replace(_cut(whole, price), variant=variant)
     return loop.derived_of_step(_key(active, price, variant), make)
 
 
 def keep_split(loop: Loop, active: Active, price: float, split: Split) -> None:
-    """Split the loop's step like this from now on."""
+    """Use this split of the loop's step from now on."""
     for each in {price, 0.0}:
         loop.remember_of_step(_key(active, each, "as it is"), split)
 
@@ -150,10 +148,10 @@ def _cut(whole: Linearised, price: float) -> Split:
 
 
 def _behind_a_barrier(residuals: Residuals, cut: Cut, values: dict) -> list:
-    """Return all residuals. Those that take time to run again are behind a barrier on a CPU.
+    """Return all residuals; on a CPU, those that take time to make again are behind a barrier.
 
-    Without it, the compiler for CPUs runs them again in each kernel that reads them, or holds more
-    at once. With it, those for GPUs and TPUs write out what they would compute where it is read.
+    Without it, XLA for CPUs makes them again in each kernel that reads them, or holds more at once.
+    With it, XLA for GPUs and TPUs writes out what it would otherwise compute where it is read.
     """
     if _jax.for_accelerators():
         return cut.remake(values)
@@ -181,8 +179,8 @@ def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_j
 def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> _jax.Jaxpr:
     """Return (residuals, some tangents) -> tangents, with zeros for the other tangents.
 
-    Values that only the other tangents reach are zero, and are not computed. A loop that exists to
-    be transposed cannot run. Others may read such values for results that are not used.
+    Values that follow from the other tangents alone are zero. They are not computed, because a loop
+    that exists only to be transposed cannot run. Unused results may still read them.
     """
     j = _jax.open_jaxpr(tangents)
 
@@ -235,7 +233,7 @@ def batch_split(
     y_places: Sequence[Any],
     active: Active,
 ) -> Split:
-    """Return vmap of a split, residual for residual. Every active input has the new axis.
+    """Return the vmap of a split, residual for residual. Every active input has the new axis.
 
     `y_places` says where the axis is in the ys. If lanes stop separately, ys that are equal in all
     lanes have the axis, too.

@@ -1,6 +1,7 @@
-"""Run code between loops again in a gradient, so that less of it lives: `_plans/stretches.py`.
+"""Find the ways to run code between loops again in a gradient, so that fewer of its values live.
 
-The derivative of each block of a program is found once. `divided.py` runs what the blocks become.
+This module finds the derivative of each block of a program once. `_plans/stretches.py` groups the
+blocks into stretches, and `divided.py` runs these.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from loopkit._programs import shared
 
 
 def divided(jaxpr: _jax.Jaxpr, moves: Sequence[bool]) -> Divided:
-    """Return the ways to divide a program, for the gradient in the inputs that move."""
+    """Return the ways to divide a program, for the gradient in the inputs marked in `moves`."""
     cut = blocks_of(jaxpr)
     body = cut.body
     sizes = {v: _jax.byte_count(v.aval) for e in body.eqns for v in e.outvars}
@@ -68,14 +69,14 @@ def _moves(v: _jax.Var) -> bool:
 
 
 class Piece(NamedTuple):
-    """The derivative of some equations. A value that one makes is known by its number."""
+    """The derivative of some equations, which refers to the values they make or read by number."""
 
     results: Sequence[int]
     """The values that later equations read."""
     moving: Sequence[bool]
-    """Which of these have a tangent if all arguments of the program have one that can."""
+    """Which results have a tangent if all moving arguments of the program have one."""
     kept: dict[Hashable, int]
-    """The bytes of each value that the derivative reads, and that is no argument of a program."""
+    """The bytes of each value that the derivative reads, except arguments of the program."""
     rows: tuple[Row, ...]
     through: float
     line: Timeline
@@ -84,7 +85,7 @@ class Piece(NamedTuple):
 def _block(
     piece: Piece, reads: Sequence[_jax.Var], made: Sequence[_jax.Var], start: int, sizes: dict
 ) -> Block:
-    """Return a piece as a block of a program; adds the sizes of values that it alone knows."""
+    """Return a piece as a block of a program, and add the values that only it has to `sizes`."""
     known: dict[Hashable, Any] = {("made", k): v for k, v in enumerate(made)}
     known |= {("read", k): v for k, v in enumerate(reads)}
     known |= {v: (start, v) for v in piece.kept if v not in known}
@@ -112,7 +113,7 @@ def _piece(
     count: int,
     moving: list[bool],
 ) -> Piece:
-    """Return the derivative of equations, of whose operands the first are arguments."""
+    """Return the derivative of equations, the first `count` of whose operands are arguments."""
     made = [v for eqn in eqns for v in eqn.outvars]
     numbers, n, ends = {v: k for k, v in enumerate(made)}, len(reads), set(makes)
     inside = [v for v in made if v not in ends and not _jax.is_dropped(v)]
@@ -155,7 +156,7 @@ def _moving(
 def _linearised(
     whole: Linearised, count: int, results: int, values: Sequence[int], again: bool
 ) -> Piece:
-    """Return the derivative of a block; `values` are the numbers of its results, and of others."""
+    """Return the derivative of a block; `values` has the numbers of its results, then of others."""
     outs, n, device = whole.residuals.step.outvars, whole.loop.const_count, whole.loop.device
     some = [*outs[:results], *outs[len(values) :]]
     jaxpr = _jax.with_outputs(whole.residuals.jaxpr, some, [True] * n)
@@ -184,7 +185,7 @@ def _linearised(
 
 
 def _through(residuals: Residuals) -> float:
-    """Return the time of the equations that the results need, and the residuals do not."""
+    """Return the time of the equations that the results need but the residuals do not."""
     step = residuals.step
 
     def needed(values: Sequence[_jax.Atom]) -> set[int]:

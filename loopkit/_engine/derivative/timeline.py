@@ -1,11 +1,11 @@
 """Find what lives at each moment while the gradient of a function is computed.
 
-The gradient runs the equations of the function, and then those of its linear part, backward. A
-value lives until its last reader. A residual lives until the first equation of the linear part that
-reads it is reversed. Of the residuals of a step, those that follow from others by cheap equations
-take no memory: a loop computes them where they are read. Code between loops is left to the
-compiler, which may keep all. What loops save is not among the values here: it depends on their
-plans.
+The gradient runs the equations of the function, and then reverses those of its linear part, the
+last one first. A value lives until its last reader. A residual lives until the first equation of
+the linear part that reads it is reversed. Residuals of a step that follow from others by cheap
+equations take no memory: a loop computes them where they are read. Between loops, the compiler
+decides which residuals to keep (`compiled_memory.py`). What loops save is not among the values
+here: it depends on their plans.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Met(NamedTuple):
 
 
 def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator[Met]:
-    """Yield the loops in an equation that are differentiated, without the loops in these.
+    """Yield the outermost loops in an equation that are differentiated.
 
     With `primal`, yield those that may be differentiated, with None for what is active.
     """
@@ -62,7 +62,7 @@ def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator
         return
     if eqn.primitive.name == "scan":
         times *= _jax.volume([eqn.params["length"]])
-    if eqn.primitive.name == "shard_map":  # what each device saves is part of one array
+    if eqn.primitive.name == "shard_map":  # what all devices save is one array
         mesh = eqn.params["mesh"]
         times *= _jax.volume([mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]])
     for inside in equations.jaxprs_in(eqn):
@@ -71,13 +71,13 @@ def met_in(eqn: _jax.Equation, times: int = 1, primal: bool = False) -> Iterator
 
 
 def key_of(loop: Loop) -> Hashable:
-    """Return the number of a loop that has a part of the budget, or the loop itself."""
+    """Return the number of a loop that shares the budget, or the loop itself."""
     part = loop.checkpoints
     return part.number if isinstance(part, Part) and part.number else loop
 
 
 def saved_bytes(plan: Plan) -> int:
-    """Return the bytes of the device that the forward sweep of a loop leaves."""
+    """Return the bytes that the forward sweep of a loop saves on the device."""
     logged = 0 if plan.keeps_all else (plan.bound or 0) * plan.step.log_bytes
     buffers = 0 if plan.keeps_all else plan.step.buffer_bytes
     return plan.slot_bytes - (plan.host_bytes if plan.host else 0) + logged + buffers
@@ -90,12 +90,12 @@ class Timeline:
     moments: Sequence[Moment]
     loops: Mapping[Hashable, Met]
     of_gradient: bool = True
-    """Whether these are the moments of a gradient in all inputs. There may be none."""
+    """Whether these are the moments of the gradient in all inputs, which may not exist."""
     again: float = 0.0
     """The nanoseconds of what runs again under `jax.checkpoint`."""
 
     def holders(self, state: State) -> list[tuple[str, int]]:
-        """Return what holds the bytes at the peak, and how many."""
+        """Return what holds memory at the peak, in words, and how many bytes each holds."""
         peak, chosen = state.peak, state.chosen
         found = [(f"values that are read later, in {peak.what}", peak.values)]
         for key, times in peak.held:
@@ -107,22 +107,22 @@ class Timeline:
 
 
 class Outside(NamedTuple):
-    """A part of a program: what of it is no temporary memory, and what its residuals take."""
+    """The place of a part in its program: which values are the program's, and which are kept."""
 
     operands: int
-    """How many of its operands, the first ones, are arguments of the program."""
+    """How many of its first operands are arguments of the program."""
     moving: int
     """How many of these have a tangent."""
     results: bool
     """Whether its results are those of the program."""
     stored: Sequence[_jax.Var]
-    """The variables that are kept until it is reversed, from which the residuals follow."""
+    """The variables kept until it is reversed, from which the residuals follow."""
 
 
 def timeline(residuals: Residuals, linear: _jax.Jaxpr, outside: Outside | None = None) -> Timeline:
     """Return the timeline of a function (results, residuals) and its linear part.
 
-    The function is a part of a program, or a step of a loop, which gets its carry from there.
+    The function is a part of a program or, without `outside`, a step of a loop.
     """
     step = Outside(0, 0, False, residuals.least.stored)
     walk = _Walk(residuals, linear, outside or step, outside is None)
@@ -130,7 +130,7 @@ def timeline(residuals: Residuals, linear: _jax.Jaxpr, outside: Outside | None =
 
 
 def all_at_once(loops: Sequence[Met]) -> Timeline:
-    """Return the timeline of loops of which all save what they save before one is reversed."""
+    """Return the timeline of loops that all save their values before any of them is reversed."""
     held = tuple((met.key, met.times) for met in loops)
     moments = [Moment(met.what, 0, held, met.key) for met in loops] or [Moment("nothing", 0)]
     return Timeline(moments, {met.key: met for met in loops}, of_gradient=False)
@@ -148,7 +148,7 @@ class _Walk:
     moments: list[Moment] = field(default_factory=list)
     loops: dict[Hashable, Met] = field(default_factory=dict)
     _changes: dict[int, int] = field(default_factory=dict)
-    """How many more bytes live from a time on. Equation k reads at 2 k, and writes at 2 k + 1."""
+    """The change in live bytes at each time. Equation k reads at 2 k, and writes at 2 k + 1."""
     _held: dict[int, list] = field(default_factory=dict)
     _moving: set = field(default_factory=set)
     """The variables of the linear part that follow from tangents."""
@@ -194,18 +194,18 @@ class _Walk:
         last |= {same.get(v, v): time for v, time in self._until(step).items()}
         returned = step.outvars[: self.residuals.results] if self.outside.results else ()
         given = set(_jax.variables(returned))
-        # A loop has the memory of its carry while it goes forward.
+        # A loop's plan counts its carry in the forward pass.
         since = 2 * len(self.ahead) if self.is_step else 0
         for v in step.invars[self.outside.operands :]:
             if v in last and last[v] >= since:
                 self._lives(_size(v), 0, last[v])
         for k, eqn in enumerate(self.ahead):
             for v in eqn.outvars:
-                if v in last and v not in given and v not in same:  # others are made going back
+                if v in last and v not in given and v not in same:  # others take no memory here
                     self._lives(_size(v), 2 * k + 1, max(2 * k + 1, last[v]))
 
     def _until(self, step: _jax.OpenJaxpr) -> dict:
-        """Return, for each stored variable, the time at which it is read last going back."""
+        """Return the time of the last read of each stored variable in the backward pass."""
         first: dict[Any, int] = {}
         for j, eqn in enumerate(self.back):
             for v in equations.variables(eqn):
@@ -248,7 +248,7 @@ class _Walk:
                 self._lives(_size(v), time(found[-1]), end)
         for v in arguments:
             found = [j for j in readers.get(v, ()) if (v, j) not in handed]
-            # A compiler may sum the cotangents of an argument when it has all of them.
+            # The compiler may keep all cotangents of an argument before it sums them.
             for j in found[1:]:
                 self._lives(added_bytes(v, self.back[j], terms), time(j), time(found[0]))
         outs = set(_jax.variables(linear.outvars))
@@ -259,12 +259,12 @@ class _Walk:
                     self._lives(_size(v), begin, max(begin, death))
                 elif v in readers and v not in outs and v not in arguments:
                     birth = 2 * self._when_reversed(readers[v][-1]) + 1
-                    # A kernel that reads it may add up its terms.
+                    # A kernel that reads a sum may add up its terms itself.
                     added = terms[v] if eqn.primitive.name in ELEMENTWISE else _size(v)
                     self._lives(min(_size(v), added), birth, max(birth, death))
 
     def _loops(self) -> dict[int, list]:
-        """Find when loops run forward, and return when they are reversed."""
+        """Record the loops and what they save; return those that each equation reverses."""
         waiting: dict[Hashable, list] = {}
         for k, eqn in enumerate(self.ahead):
             for met in met_in(eqn):
@@ -284,7 +284,7 @@ class _Walk:
         return found
 
     def _saves(self, first: int, met: Met, last: int) -> None:
-        """Count what a loop saves, from equation `first` to equation `last`."""
+        """Count what a loop saves as held, not as values, from equation `first` to `last`."""
         with asked():
             plan = reversal(met.loop, met.active).plan
         self._lives(-met.times * saved_bytes(plan), 2 * first + 1, 2 * last + 1)
@@ -295,8 +295,8 @@ class _Walk:
 def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> tuple[int, float]:
     """Return the most bytes that live while code under `jax.checkpoint` is reversed, and its time.
 
-    The time is that of what runs again. The code may make residuals alone, which the outer walk
-    counts: so it does under `jax_remat3`.
+    The time is that of what runs again. Under `jax_remat3`, the code may only make residuals, which
+    the outer walk counts.
     """
     inside = _jax.open_jaxpr(equations.inlined(_jax.close_jaxpr(equations.jaxprs_in(eqn)[0])))
     if moving.isdisjoint(equations.variables(eqn)):
@@ -320,7 +320,7 @@ def _run_again(eqn: _jax.Equation, moving: set, device: Accelerator | None) -> t
 
 
 def _depending(eqns: Sequence[_jax.Equation], some: Sequence[_jax.Var]) -> set:
-    """Return some variables, and those that depend on one of them."""
+    """Return the given variables and all that depend on them."""
     found = set(some)
     for eqn in eqns:
         if not found.isdisjoint(equations.variables(eqn)):

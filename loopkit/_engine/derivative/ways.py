@@ -1,4 +1,4 @@
-"""The ways to run a program within a budget: which of its code runs again, and what loops save."""
+"""The ways to run a program within a budget: which code runs again, and what the loops save."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from loopkit._plans.one_price import Chain, State, few
 from loopkit._programs import shared
 
 MARGIN = 1.1
-"""How many times the bytes that are predicted a compiler may need."""
+"""The factor by which the compiler may need more bytes than predicted."""
 SPARED = 0.25
-"""The most that is left to the compiler of what a budget has beyond the least bytes."""
+"""The largest part of a budget beyond the fewest bytes to leave to the compiler."""
 DIVISIONS = 12
-"""For how many choices of the code that runs again the loops of a program are planned."""
+"""The most divisions (choices of which code runs again) for which loopkit plans the loops."""
 
 
 class Way(NamedTuple):
-    """A way to run a program: which of its code runs again. Its loops choose within it."""
+    """A way to run a program: which of its code runs again. The loops' plans are chosen for it."""
 
     line: Timeline
     nanoseconds: float
@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The way that is taken within a number of bytes, and the choices of the loops."""
+    """The best way within a number of bytes, and the choices of the loops."""
 
     way: Way
     state: State
@@ -55,7 +55,7 @@ class Best(NamedTuple):
 
 
 class Ways:
-    """The ways to run a program, from the fastest to the smallest. Most are made if asked for."""
+    """The ways to run a program, from the fastest to the smallest. Most are made on demand."""
 
     def __init__(self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any]) -> None:
         self.budget, self.choices = budget, {}
@@ -75,12 +75,12 @@ class Ways:
 
     @cached_property
     def others(self) -> list[Way]:
-        """The ways in which some code runs again."""
+        """The divisions of the program, in most of which some code runs again."""
         if not self._divides:
             return []
         try:
             found = divided(self._numbered, self._moves)
-        except NotReversedError:  # of a part that has one only with the rest
+        except NotReversedError:  # a part may have a derivative only together with the rest
             return []
         more = dict(self.choices)
         for key, met in found.loops.items():
@@ -94,7 +94,7 @@ class Ways:
         return [Way(make(d), d.nanoseconds, partial(found.program, d)) for d in some]
 
     def compiled(self, best: Best) -> tuple[Any, int]:
-        """Return the program in a way, and the compiler's figure for its gradient."""
+        """Return the program in its best way, and the memory that XLA reports for its gradient."""
         made = settled(best.way.program(), best.state)
         try:
             return made, temporary_bytes(made, self._known)
@@ -106,7 +106,7 @@ class Ways:
             ) from error
 
     def within(self, count: int, host: int | None) -> Best:
-        """Return the fastest way within so many bytes; if there is none, the smallest."""
+        """Return the fastest way within these bytes, or the smallest way if none fits."""
         every = [self._in(way, count, host) for way in self.first]
         if any(b.fits and self._is_fastest(b) for b in every):
             return every[0]
@@ -117,9 +117,9 @@ class Ways:
         return min(every, key=size)
 
     def with_margin(self) -> Best:
-        """Return the fastest way with a margin for the compiler: less of one near the least bytes.
+        """Return the fastest way that leaves the compiler a margin.
 
-        There, each byte saves much time.
+        The margin is smaller near the fewest bytes, where each byte saves much time.
         """
         count, fewer = self.budget.count, int(self.budget.count / MARGIN)
         if self.budget.host is not None:
@@ -131,13 +131,13 @@ class Ways:
         return self.within(max(fewer, count - max(0, int(spared))), None)
 
     def between(self, larger: Best, smaller: Best) -> list[Best]:
-        """Return the states between two, from the fastest to the smallest, in the way of one."""
+        """Return the states between two in the way of the smaller one, the fastest first."""
         way = smaller.way
         found = [Best(way, s, True) for s in self._chain(way).states]
         return [b for b in found if larger.nanoseconds < b.nanoseconds < smaller.nanoseconds]
 
     def smallest(self) -> list[Best]:
-        """Return the smallest of each way, from the fewest bytes to the most."""
+        """Return the smallest state of each way, from the fewest bytes to the most."""
         found = [self._in(way, 0, None) for way in (*self.first, *self.others)]
         return sorted(found, key=lambda best: best.state.bytes)
 
@@ -152,7 +152,7 @@ class Ways:
         return Best(way, found or chain.least(host is not None), found is not None)
 
     def _chain(self, way: Way, host_price: float = 0.0) -> Chain:
-        """Return the states of a way. `host_price` is that of a byte there, relative to here."""
+        """Return the states of a way. A byte on the host has `host_price` times the price here."""
         key = id(way), host_price
         if key not in self._chains:
             self._chains[key] = Chain(way.line.moments, self.choices, host_price)
@@ -160,13 +160,13 @@ class Ways:
 
 
 class NotCompiledError(ValueError):
-    """The gradient in all inputs does not compile: there is none, or no device for it."""
+    """The gradient in all inputs does not compile: it does not exist, or there is no device."""
 
 
 def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
-    """Return the compiler's figure for the temporary memory of the gradient in all inputs.
+    """Return the temporary memory that XLA reports for the gradient in all inputs.
 
-    `first` has values for the first inputs, which are constants then, or None.
+    For each of the first inputs, `first` has a value that makes it a constant, or None.
     """
     types = list(map(_jax.on_devices, jaxpr.in_avals))
     known = [*first, *[None] * (len(types) - len(first))]
@@ -187,7 +187,7 @@ def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
 
 
 def settled(numbered: _jax.Jaxpr, state: State) -> Any:
-    """Return the program whose loops have the parts of a state."""
+    """Return the program with the budgets of a state for its loops."""
     counts = {count.number: count for count in state.counts}
 
     def with_its_part(eqn: _jax.Equation) -> Any:

@@ -1,7 +1,7 @@
-"""A budget for the gradient of a program: its loops share it with the code between them.
+"""Fit the gradient of a program into a budget that its loops share with the code between them.
 
-Code between loops runs again in some ways (`straight_line.py`). In each, `one_price.py` chooses
-among the plans of the loops. The fastest way that fits is taken.
+`straight_line.py` finds ways to run code between loops again. In each, `one_price.py` chooses among
+the plans of the loops. loopkit takes the fastest way that fits.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
 
 COMPILED = 5
-"""How often a gradient is compiled to fit in a budget, until the plan is the smallest."""
+"""How often a gradient is compiled to fit in a budget; the last time with the smallest plan."""
 HALVINGS = 4
-"""How often a gradient is compiled for the fastest plan between one that fits and one that does
-not."""
+"""The most compilations to find the fastest plan between one that fits and one that does not."""
 WORTH = 1.25
-"""The least time of a plan that fits, relative to one that does not, with which that is tried."""
+"""The least ratio of the times of a plan that fits and one that does not to search in between."""
 SMALLEST = 4
-"""How many of the smallest plans are compiled then."""
+"""The number of ways whose smallest plans are compiled if nothing else fits."""
 FLATTEST = 0.25
-"""The least bytes of the compiler's that a byte less of a plan is taken to save."""
+"""The fewest compiled bytes that removing one byte from a plan is assumed to save."""
 TOO_HIGH = 8
-"""How many times the compiler's figure a prediction may be. Up to this, a gradient is compiled
-before its budget is refused."""
+"""The predicted bytes, as a multiple of the budget, up to which a gradient is compiled before the
+budget is refused."""
 WITH_PARTS = while_p, dual_p
-"""The primitives of loops that take part. What the others save, or have saved, is laid out."""
+"""The primitives of loops that get parts. The layout of what other loops save is fixed already."""
 
 
 def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> Any:
-    """Return a program of which code runs again, and whose loops have parts of a budget.
+    """Return a program that fits in a budget: some code runs again, and loops have parts of it.
 
-    The parts are for the gradient in all inputs. Only loops without a number take part.
+    The parts are for the gradient in all inputs. Only loops without a number get one.
 
     `first` has the values of the first inputs. The compiler gets those that are known.
     """
@@ -61,7 +60,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
         if not isinstance(part, Part) or part.number != 0 or eqn.primitive not in WITH_PARTS:
             return eqn
         count += 1
-        # A loop that the program has several times is differentiated once.
+        # A loop that occurs several times is differentiated once.
         _, memory = derived.setdefault(id(loop), (loop, dict(loop.step_memory)))
         sharing = lambda numbered: numbered.replace(step_memory=memory)
         return with_budget(eqn, replace(part, number=count), sharing)
@@ -81,22 +80,21 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
 
 
 def _may_fit(budget: Part, best: Best) -> bool:
-    """Return whether the smallest way is predicted to need too much, but so little that the
-    compiler may need less."""
+    """Return whether the smallest way is predicted not to fit, but may do so once compiled."""
     return budget.host is None and budget.count < best.state.bytes <= TOO_HIGH * budget.count
 
 
 def _axes_around(jaxpr: _jax.Jaxpr) -> list[str]:
-    """Return the axes without which a program cannot be compiled: it is a part of what has them."""
+    """Return the mapped axes around a program, without which it cannot be compiled."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return sorted({*_jax.free_axes(jaxpr.effects), *manual})
 
 
 def _measured(ways: Ways, best: Best) -> Any:
-    """Return the program for which the compiler needs no more than the budget.
+    """Return a program whose compiled gradient needs no more than the budget.
 
-    If it needs more, loopkit plans with fewer bytes: in proportion, then by what the last two plans
-    say of the others, and last with as few as can be.
+    While it needs more, loopkit plans with fewer bytes: first in proportion, then by extrapolation
+    from the last two plans, and finally with the fewest bytes.
     """
     limit = ways.budget.count
     made, needed = ways.compiled(best)
@@ -123,7 +121,7 @@ def _measured(ways: Ways, best: Best) -> Any:
 
 
 def _with_room(ways: Ways, best: Best, made: Any, needed: int) -> Any:
-    """Return a program that is faster by as much as was predicted too high, if it fits."""
+    """Return a faster program that uses bytes that were predicted but not needed, if it fits."""
     limit = ways.budget.count
     more = ways.within(best.state.bytes * limit // max(1, needed), None)
     if more.nanoseconds >= best.nanoseconds:
@@ -133,7 +131,7 @@ def _with_room(ways: Ways, best: Best, made: Any, needed: int) -> Any:
 
 
 def _fastest_between(ways: Ways, larger: Best, best: Best, made: Any) -> Any:
-    """Return the fastest program that fits between one that does not and one that does, `made`."""
+    """Return the fastest program found that fits, between `larger` and `made`, which fits."""
     if best.nanoseconds < WORTH * larger.nanoseconds:
         return made
     between = ways.between(larger, best)
@@ -150,8 +148,7 @@ def _fastest_between(ways: Ways, larger: Best, best: Best, made: Any) -> Any:
 
 
 def _smallest(ways: Ways, best: Best) -> Any:
-    """Return the program in its smallest way, or a faster one, if the compiler needs less than was
-    predicted."""
+    """Return the program in its smallest way or, if the compiler leaves room, in a faster one."""
     budget = ways.budget
     try:
         made, needed = ways.compiled(best)
@@ -165,13 +162,13 @@ def _smallest(ways: Ways, best: Best) -> Any:
 
 
 def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
-    """Return the program, whose gradient raises an error."""
+    """Return the program with a gradient that raises an error."""
     run = lambda *values: without_gradient(_jax.call_jaxpr(jaxpr)(*values), reason)
     return _jax.trace_closed(run, jaxpr.in_avals, "refused")
 
 
 def _refusal(budget: Bytes, best: Best) -> str:
-    """Return the error for a budget in which no gradient of the program fits."""
+    """Return the error message for a budget in which no gradient of the program fits."""
     least = best.state
     where, needed, got, advice = "", least.bytes, budget.count, f"`memory={least.bytes}` or more"
     if budget.host is not None:
@@ -187,7 +184,7 @@ def _refusal(budget: Bytes, best: Best) -> str:
 
 
 def _refusal_as_compiled(limit: int, needed: int, best: Best) -> str:
-    """Return the error for a budget in which no gradient fits once it is compiled."""
+    """Return the error message for a budget in which no gradient fits once it is compiled."""
     return (
         f"loopkit.checkpointed: `memory` must be at least {needed} bytes, which the smallest plan "
         f"needs once it is compiled. Most of it is for {_holds_most(best)[0]}. "

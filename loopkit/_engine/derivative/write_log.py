@@ -1,13 +1,13 @@
-"""Undo the writes of steps going back, so that checkpoints need no copies of buffers.
+"""Undo writes in the backward pass, so that checkpoints need no copies of buffers.
 
-Going forward, each write logs where it wrote and what it displaced. The log is as large as what is
-written, not as the buffer. Going back, the log is played backward, so that the buffer is as it was
-before any step that is replayed. If a row is provably written once, its old value is not logged:
-the initial buffer has it. The place is not logged if a counter determines it. An inner loop that
-may stop early logs where its rows begin and end.
+In the forward pass, each write logs its place and the value that it overwrites. The log is as large
+as what is written, not as the buffer. The backward pass plays the log in reverse, so that the
+buffer is as it was before any step that is replayed. If a row is provably written once, its old
+value is not logged: the initial buffer has it. The place is not logged if a counter determines it.
+An inner loop that may stop early logs where its rows begin and end.
 
-All this applies to buffers that a step reads and writes. A log needs a bound on the steps, and so
-do rows that an inner loop writes more than once. Other buffers are saved like any carry.
+All this applies to buffers that a step reads and writes. A log needs a bound on the steps. If an
+inner loop may stop early, it must write each row once. Other buffers are saved like any carry.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import interpret
 
 largest_p = _jax.declare("loopkit_largest")
-"""The largest of some integers over all lanes, so that a loop to that number has one predicate."""
+"""The maximum of integers over all lanes, so that a loop of as many steps has one predicate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Undo:
-    """How the buffers of a loop are undone. Undos are compared by identity."""
+    """How to undo the writes to the buffers of a loop. Instances are compared by identity."""
 
     leaves: tuple[bool, ...]
-    """Which carry leaves are buffers that are not saved."""
+    """Which carry leaves are buffers that are undone instead of saved."""
     counted: tuple[bool, ...]
     """Which carry leaves are counters that say where a step wrote."""
     log_types: list[_jax.ShapedArray]
-    """The types that one step logs."""
+    """The types of what one step logs."""
     forward: _jax.Jaxpr
     """(consts, carry, x) -> carry, y, log"""
     back: _jax.Jaxpr
     """(initial buffers, counters before a step, buffers after it, its log) -> buffers before it"""
     batched: tuple[bool, ...] = ()
-    """Which parts of the log have the new axis, if this is for a batched loop made from another."""
+    """Which parts of the log have the new axis, if `batch_undo` made this."""
 
     def logged(self, loop: Loop) -> Loop:
-        """Return the loop with its log after the ys. The loop must be bounded."""
+        """Return the loop with its log after the ys. The loop must have a bound."""
         return loop.derived(("logged", self), lambda: with_log(loop, self.forward))
 
     def rewound(
@@ -65,7 +65,7 @@ class Undo:
         count: _jax.Whole,
         buffers: list,
     ) -> list:
-        """Return the buffers before step `first`, from those `count` steps later, or fewer.
+        """Return the buffers before step `first`, from those at most `count` steps later.
 
         `log` has a row for each step of the loop that has run. `counts` returns the counters before
         a step.
@@ -154,7 +154,7 @@ def _logging(j: _jax.OpenJaxpr, values: Sequence[Any], sites: Sites) -> list:
             return outs
         outs = _jax.bind_equation(eqn, ins)
         if eqn.primitive is read_p and eqn.params["value"]:
-            # The next write may replace what was just read.
+            # The next write may be to the same place, and then need not read it again.
             reads[eqn.outvars[-1]] = (ins[1], eqn.params["window"], outs[0])
         return outs
 
@@ -168,7 +168,7 @@ def _log_size(site: Any) -> int:
 
 
 def _undone(sites: Sites, state: dict, initial: dict, counts: dict, log: Sequence[Any]) -> dict:
-    """Return the buffers before the equations at the sites, undone from the last to the first."""
+    """Return the buffers before the equations at the sites, which it undoes from last to first."""
     order = sorted(sites)
     *logs, _ = parts(log, *[_log_size(sites[at]) for at in order])
     for at, rows in reversed(list(zip(order, logs, strict=True))):
@@ -202,7 +202,7 @@ def _undone_inside(site: Inner, state: dict, initial: dict, log: Sequence[Any]) 
 
 
 def _restored(span: Span, state: dict, initial: dict, first: jax.Array, last: jax.Array) -> dict:
-    """Return the buffer without the rows of a span; rows after it have not been written yet."""
+    """Return the buffers without the rows of a span. Rows after it are not written yet."""
 
     def back(k: jax.Array, buffer: jax.Array) -> Any:
         (starts,) = _jax.call_jaxpr(span.starts)(first + k.astype(first.dtype))
@@ -216,7 +216,7 @@ def _restored(span: Span, state: dict, initial: dict, first: jax.Array, last: ja
 def batch_undo(
     undo: Undo, loop: Loop, axis: _jax.AxisData, places: Operands, ys: Sequence[int | None]
 ) -> Undo:
-    """Return vmap of an undo of `loop`, log for log. The axes are those of the batched loop."""
+    """Return the vmap of an undo of `loop`. The axes are those of the batched loop."""
     consts, carry = places.consts, places.init
     slices, rows = in_row(places.xs, loop.x_axes), in_row(ys, loop.y_axes)
     outs = [*carry, *rows, *["free"] * len(undo.log_types)]

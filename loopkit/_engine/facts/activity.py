@@ -1,8 +1,8 @@
 """Which leaves of a loop have tangents, and which cotangents reach an input.
 
-Every rule uses this pair of functions. So integer leaves, leaves that nothing differentiable enters
-and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the body. No
-cotangent is not the same as a cotangent of zeros, of which custom rules may make anything.
+Every differentiation rule uses these functions. So integer leaves, leaves that depend on nothing
+differentiable and symbolic zeros cost nothing, and a cotangent that nobody needs never enters the
+body. A missing cotangent is not a cotangent of zeros, which custom rules may turn into anything.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from loopkit._jaxprs.dataflow import fixed_point
 def forward_activity(
     loop: Loop, nonzero: Operands, moved_outputs: Callable = _jax.moved_outputs
 ) -> Active:
-    """Return the leaves with a tangent, if those of `nonzero` have one at the start.
+    """Return the leaves with a tangent if the operands flagged in `nonzero` have one.
 
-    `moved_outputs(jaxpr, moving)` marks outputs, for marked inputs.
+    `moved_outputs(jaxpr, moving)` marks the outputs with a tangent, for marked inputs.
 
-    A carry leaf is active if its initial value is active, or if a step makes it active. That is the
-    least fixed point.
+    A carry leaf is active if its initial value is active, or if a step makes it active: the flags
+    are the least fixed point.
     """
     types = loop.const_types, loop.carry_types, loop.x_types
     consts, carry, xs = (
@@ -46,8 +46,8 @@ def backward_activity(
 ) -> Active:
     """Return the part of `active` whose tangents reach one of the outputs with a cotangent.
 
-    This is less than what the outputs depend on. A value that a step only compares with has no
-    cotangent, which is not the same as a cotangent of zeros.
+    The outputs may depend on more: a value that a step only compares with has no cotangent, which
+    is not the same as a cotangent of zeros.
     """
     ys = tuple(a and b for a, b in zip(active.ys, ys, strict=True))
     live = tuple(a and b for a, b in zip(active.carry, carry, strict=True))
@@ -75,7 +75,7 @@ def moving_activity(loop: Loop, nonzero: Operands) -> Active:
 
 
 def whole_activity(loop: Loop) -> Active:
-    """Return the leaves with a tangent, if every operand that can have one has one."""
+    """Return the leaves with a tangent that reaches an output, if each operand that may has one."""
     types = [*loop.const_types, *loop.body.in_avals[loop.const_count :]]
     flags = [False] * loop.cond_const_count + list(map(_jax.is_differentiable, types))
     return moving_activity(loop, loop.split(flags)[0])

@@ -1,9 +1,9 @@
-"""Counters, and how many steps a while loop can take, as far as its predicate says.
+"""Find counters, and how many steps the predicate of a while loop allows.
 
-A counter is a carry leaf that every step moves by the same integer. Before a step, its value
-follows from the step's number. So a counter is neither saved nor stored, and values that follow
-from it are made again. The flag that says whether a step counts is a counter in this sense, too. A
-predicate that compares a counter with a limit bounds the steps:
+A counter is a carry leaf to which every step adds the same integer. Its value before a step follows
+from the step's number. So neither checkpoints nor residuals hold counters, and values that follow
+from them are made again. The flag that says whether a step counts is a counter to which steps add
+0. A predicate that compares a counter with a limit bounds the steps:
 
 i < 10 and improves        at most 10 - i steps, if i is known and each step adds one
 not (i >= 10 or done)      at most 10 - i steps
@@ -33,7 +33,7 @@ from loopkit._programs import with_fields
 KEEPS_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze")
 
 Counters = tuple[int | None, ...]
-"""The number by which a step moves each carry leaf; None if the leaf is not a counter."""
+"""The integer that a step adds to each carry leaf; None if the leaf is not a counter."""
 
 
 def find_counters(loop: Loop) -> Counters:
@@ -49,7 +49,7 @@ def _found(loop: Loop) -> Counters:
         moved_by(out, v, maker) if jnp.issubdtype(v.aval.dtype, jnp.integer) else None
         for out, v in zip(j.outvars, before, strict=False)
     ]
-    # Lanes that go on together have a flag each, which is not a counter.
+    # A flag is a counter only if the predicate is the flag alone, not if lanes go on together.
     if loop.flag is not None and equations.forwarded(loop.cond) == [
         loop.cond_const_count + loop.flag
     ]:
@@ -58,7 +58,7 @@ def _found(loop: Loop) -> Counters:
 
 
 def moved_by(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], Any]) -> int | None:
-    """Return the integer that `after` is more than `before`; None if it is not known."""
+    """Return the integer `after - before`; None if it is not known."""
     of_type = lambda eqn: eqn.invars[0].aval.dtype == before.aval.dtype
     copies = lambda eqn: eqn.primitive.name in ("convert_element_type", "copy") and of_type(eqn)
     eqn = maker(equations.source(after, maker, copies))
@@ -91,22 +91,22 @@ def at_step(
 
 
 SAME = ("convert_element_type", "copy", "copy_p", "nonbatchable")
-"""Primitives that pass a value on. The last one, of equinox, marks a value equal in all lanes."""
+"""Primitives that return their operand. The last, of equinox, marks a value equal in all lanes."""
 UPWARDS = {"lt": 0, "le": 1}
 DOWNWARDS = {"gt": 0, "ge": 1}
-"""Comparisons of a counter with a limit, and the steps that they allow beyond the distance."""
+"""Comparisons of a counter with a limit, and the steps that they allow at the limit itself."""
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 PLANNED = 1 << 24
-"""The largest bound for which a loop is planned. Beyond it, its schedule would take seconds to
-make."""
+"""The largest bound for which a loop is planned. A schedule for more steps would take seconds to
+compute."""
 
 
 class Limit(NamedTuple):
     """A condition for another step: a counter is not yet at its limit."""
 
     counter: int
-    """The operand of the predicate that is the counter."""
+    """The number of the operand that is the counter."""
     by: int
     """The integer that each step adds to it."""
     beyond: int
@@ -114,7 +114,7 @@ class Limit(NamedTuple):
     limit: int | None
     """The limit; None if it is an operand, too."""
     operand: int
-    """The operand that is the limit."""
+    """The number of the operand that is the limit; -1 if none is."""
     dtype: Any
     """The type of the counter."""
 
@@ -125,7 +125,7 @@ class Limit(NamedTuple):
         return (counter.low, limit.high) if up else (counter.high, limit.low)
 
     def steps(self, ranges: Sequence[Range]) -> int | None:
-        """Return the most steps that it allows; None if that is not known, or not limited."""
+        """Return the most steps that it allows; None if they are not known, or not limited."""
         if not all(map(isfinite, self.ends(ranges))):
             return None
         first, last = map(int, self.ends(ranges))
@@ -133,14 +133,14 @@ class Limit(NamedTuple):
         failing = last + way * self.beyond
         steps = max(0, -(way * (first - failing) // abs(self.by)))
         farthest = first + steps * self.by
-        if not self.is_known(ranges):  # another start may lead beyond this one
+        if not self.is_known(ranges):  # from another start, the counter may get farther
             farthest = failing + self.by - way
         if not (holds.min <= min(failing, farthest) and max(failing, farthest) <= holds.max):
             return None  # the counter wraps around, and may never get there
         return steps
 
     def is_known(self, ranges: Sequence[Range]) -> bool:
-        """Return whether it allows exactly as many steps."""
+        """Return whether it allows exactly the number of steps that `steps` returns."""
         limit = () if self.limit is not None else (ranges[self.operand],)
         return all(r.is_point for r in (ranges[self.counter], *limit))
 
@@ -155,13 +155,13 @@ class Limit(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The limits in a predicate, whatever the loop starts from."""
+    """The limits in a predicate, for any initial values."""
 
     found: tuple[Limit, ...]
     alone: bool
     """Whether the predicate tests nothing else, and has no effects."""
     anyway: int = 0
-    """The steps that the loop may take whatever the limits say."""
+    """The number of steps that the loop may take whatever the limits say."""
 
 
 class StepBound(NamedTuple):
@@ -169,12 +169,12 @@ class StepBound(NamedTuple):
 
     steps: int
     exact: bool
-    """Whether the loop takes exactly as many steps."""
+    """Whether the loop takes exactly that many."""
 
     def is_planned_for(self, checkpoints: object) -> bool:
         """Return whether a plan uses the bound.
 
-        If the bound is too large, storage would be for steps that nobody takes.
+        If the bound is too large, a plan would reserve storage for steps that are never taken.
         """
         return self.exact or stores_every_step(checkpoints) or self.steps <= PLANNED
 
@@ -182,14 +182,14 @@ class StepBound(NamedTuple):
 def limits_of(
     cond: _jax.Jaxpr, cond_const_count: int, body: _jax.Jaxpr, const_count: int
 ) -> Limits:
-    """Return the limits that a predicate sets to counters of the body; operands are its own."""
+    """Return the limits that a predicate sets to counters, in terms of its own operands."""
     test, step = _jax.open_jaxpr(cond), _jax.open_jaxpr(body)
     place = {v: i for i, v in enumerate(test.invars)}
     return _limits(test, test.outvars[0], place, cond_const_count, step, const_count)
 
 
 def limits_in(loop: Loop) -> Limits:
-    """Return the limits of a loop with a predicate; operands are `asked(loop, ...)`."""
+    """Return the limits of a loop with a predicate, in terms of operands `asked(loop, ...)`."""
     counts = loop.cond_const_count, loop.body, loop.const_count
     of_predicate = lambda loop: limits_of(loop.cond, *counts)
     find = of_predicate if loop.flag is None else _limits_of_flag
@@ -202,7 +202,7 @@ def asked(loop: Loop, of: Operands) -> list:
 
 
 def _limits_of_flag(loop: Loop) -> Limits:
-    """Find the limits in the flag that says if there is another step; operands are the body's."""
+    """Find limits in the flag that says if there is another step, in terms of body operands."""
     assert loop.flag is not None, "there is a leaf that says so"
     j = _jax.open_jaxpr(loop.body)
     place = {v: i for i, v in enumerate(j.invars[: loop.const_count])}
@@ -221,9 +221,9 @@ def _limits(
     step: Any,
     step_consts: int,
 ) -> Limits:
-    """Find the limits in `holds`, the result of `test`; `place` has the operand of a variable.
+    """Find the limits in `holds`, the result of `test`; `place` numbers variables as operands.
 
-    The operands are as many constants, and the carry.
+    The operands are `const_count` constants, and then the carry.
     """
     maker, made = equations.maker_of(test), equations.maker_of(step)
     inside = [None] * const_count + step.invars[step_consts:]
@@ -258,7 +258,7 @@ def _limits(
 
 
 def of_all_steps(loop: Loop, length: int) -> Loop:
-    """Return the loop without its predicate, which takes exactly so many steps."""
+    """Return the loop without its predicate, which takes exactly `length` steps."""
     return with_fields(loop, cond=None, cond_const_count=0, length=length)
 
 
@@ -295,7 +295,10 @@ def _moved_in_all(after: _jax.Atom, before: _jax.Atom, maker: Callable[[Any], An
 
 
 def _steps_in(eqn: _jax.Equation) -> tuple[Any, int, int, int] | None:
-    """Return body, constants, carries and steps of a loop of known length; None for all others."""
+    """Return the body of a loop of known length, and how many constants, carries and steps it has.
+
+    Return None for any other equation.
+    """
     params = eqn.params
     if eqn.primitive is _jax.lax_scan_p:
         found = params["jaxpr"], *_jax.scan_counts(params), params["length"]
@@ -308,7 +311,7 @@ def _steps_in(eqn: _jax.Equation) -> tuple[Any, int, int, int] | None:
 
 
 def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> list:
-    """Return the equations that have to hold (or not) for `v` to hold (or not)."""
+    """Return the equations that decide whether `v` is `true`, and what each must be for that."""
     eqn = maker(_source(v, maker, {}))
     if eqn is not None and v.aval.dtype == bool:
         if eqn.primitive.name == "not":
@@ -319,7 +322,7 @@ def _conjuncts(v: _jax.Atom, maker: Callable[[Any], Any], true: bool = True) -> 
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any], place: dict[Any, int]) -> Any:
-    """Return where a bool or an integer comes from, through equations that do not change it."""
+    """Return the source of a bool or an integer, through equations that do not change it."""
 
     def passes(eqn: _jax.Equation) -> bool:
         if eqn.primitive.name not in SAME or eqn.outvars[0] in place:

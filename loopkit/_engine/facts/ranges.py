@@ -1,10 +1,10 @@
-"""The ranges of the integers in a loop, and in the loops inside it.
+"""Find the ranges of the integers in a loop, and in the loops inside it.
 
-The lattice is that of `_jaxprs/integers.py`. If a step leads beyond an end of a range, that end is
-not known. So the fixed point is reached soon.
+The lattice is that of `_jaxprs/integers.py`. If a step leads beyond an end of a range, that end
+becomes unknown (widening), so that the fixed point is reached soon.
 
 Ranges have two uses. A negative index counts from the end of a buffer, so a counter that starts
-below zero may name a row twice. An inner loop whose limit has a greatest value has a bound.
+below zero may name a row twice. An inner loop has a bound if its limit has a known maximum.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LARGEST_START = 8
 
 
 def with_ranges(loop: Loop, operands: Operands) -> Loop:
-    """Return the loop with the starts of its row counters, and with bounds of its inner loops."""
+    """Return the loop with lower bounds of its row counters, and with bounds of its inner loops."""
     inside = loop.derived("holds a while loop", lambda: equations.holds_while_loop(loop.body))
     # If the number of steps is known, it says whether a row is written twice.
     if not inside and (loop.cond is None or not any(loop.is_buffer)):
@@ -60,13 +60,13 @@ def with_ranges(loop: Loop, operands: Operands) -> Loop:
         for i, (v, by) in enumerate(zip(operands.init, find_counters(loop), strict=True), first):
             ranges[i] = Range(range_of(v).low, FAR) if by == 1 else ANY
     if not any(map(_jax.is_tracer, map(_jax.innermost, operands.flat))):
-        # Outside jit, each range needs a program of its own: take one of a few.
+        # Outside jit, each range compiles a program of its own: round it to one of a few.
         ranges = [_rounded(r, v) for r, v in zip(ranges, operands.flat, strict=True)]
     return _knowing(loop, ranges)[0]
 
 
 def _rounded(found: Range, value: jax.Array) -> Range:
-    """Return a larger range, one of a few."""
+    """Return a range, one of a few, that contains this one."""
     if not found.is_known:
         return ANY
     low, high = map(int, found)
@@ -100,13 +100,13 @@ def _knowing(loop: Loop, ranges: Sequence[Range]) -> tuple[Loop, list[Range]]:
 
 
 def _widened(before: Range, after: Range) -> Range:
-    """Return the range without the ends that a step leads beyond."""
+    """Return the range, with each end unknown that a step leads beyond."""
     low = before.low if after.low >= before.low else -inf
     return Range(low, before.high if after.high <= before.high else inf)
 
 
 def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
-    """Return the range at the start of a step of each counter whose limits are known."""
+    """Return the range of each counter at the start of a step, as far as limits are known."""
     if loop.lanes:
         return {}  # a lane that has stopped may be anywhere
     if loop.cond is not None:
@@ -124,7 +124,7 @@ def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
 
 
 def _least(found: Range, aval: _jax.ShapedArray) -> int | None:
-    """Return where a counter of rows starts, as far as that matters."""
+    """Return a lower bound of a row counter, at most LARGEST_START; None if it has none."""
     counts = is_integer(aval) and aval.dtype.itemsize >= WIDE and not aval.shape
     return min(int(found.low), LARGEST_START) if counts and 0 <= found.low < FAR else None
 
@@ -145,7 +145,7 @@ def _after(eqn: _jax.Equation, ins: list[Range]) -> tuple[Any, list[Range]]:
 
 
 def _bound(loop: Loop, of: Operands) -> StepBound | None:
-    """Return the bound of an inner loop that has none, or a larger one.
+    """Return a bound of an inner loop, if it has none yet, or a larger one.
 
     Only limits of counters with a known start count. A counter that goes on from the last run of
     the inner loop has no known start.

@@ -26,17 +26,16 @@ class Write:
     leaf: int
     window: Window
     fresh: bool
-    """Whether no other write of the loop is to the same rows."""
+    """Whether no other write in the loop is to the same rows."""
     starts: _jax.Jaxpr | None = None
-    """A function of counters that returns where it writes, if counters of the steps determine
-    that."""
+    """A function from counters to the starts of its slices, if counters determine these."""
     index_counters: tuple[int, ...] = ()
     """The carry leaves of the counters that `starts` takes."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows that an equation writes one after another, and that nothing else in the loop writes."""
+    """Rows that an equation writes one after another, and nothing else in the loop writes."""
 
     leaf: int
     window: Window
@@ -45,9 +44,9 @@ class Span:
     after: int
     """The result that says where the span ends."""
     offset: int
-    """The number to add to the counter for the place of a row."""
+    """The number to add to the counter to get the index of a row."""
     starts: _jax.Jaxpr
-    """(counter) -> starts of the slice that is written"""
+    """A function from the counter to the starts of the slice that is written."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ class Inner:
 
 
 Sites = dict[int, Any]
-"""A Write or an Inner for each equation that writes to buffers, by its place in the jaxpr."""
+"""A Write or an Inner for each equation that writes to buffers, by its index in the jaxpr."""
 
 
 def find_writes(loop: Loop, leaf: int) -> Sites | None:
-    """Return the sites that write to a buffer; None if the step makes it in any other way."""
+    """Return the sites that write to a buffer; None if the step changes it in any other way."""
     j, found = _jax.open_jaxpr(loop.body), {}
     start = j.invars[loop.const_count + leaf]
     if _trace_back(j, j.outvars[leaf], leaf, found) is not start:
@@ -74,13 +73,13 @@ def find_writes(loop: Loop, leaf: int) -> Sites | None:
 
 
 def writes_once(loop: Loop, leaf: int) -> bool:
-    """Return whether each step writes, in one place, rows of a buffer that no other step does."""
+    """Return whether a step writes to a buffer at one site, in rows that no other step writes."""
     sites = find_writes(loop, leaf)
     return bool(sites) and all(isinstance(s, Write) and s.fresh for s in sites.values())
 
 
 def writes_rows(loop: Loop, leaf: int) -> bool:
-    """Return whether a step only writes one row of a buffer, which no other step writes."""
+    """Return whether a step only writes one row to a buffer, which no other step writes."""
     sites = find_writes(loop, leaf) if writes_once(loop, leaf) else None
     if sites is None:
         return False
@@ -115,9 +114,9 @@ def with_fresh_writes(linear: _jax.Jaxpr, leaves: Sequence[tuple[int, int]]) -> 
 
 
 def _trace_back(j: _jax.OpenJaxpr, var: _jax.Var, leaf: int, sites: Sites) -> Any:
-    """Return the input of `j` that becomes the output `var` by reads and writes, or None.
+    """Return the input of `j` that becomes the output `var` through reads and writes, or None.
 
-    This also fills in the sites of the writes.
+    Add the sites of the writes to `sites`.
     """
     maker, places = equations.maker_of(j), {id(eqn): at for at, eqn in enumerate(j.eqns)}
     while (eqn := maker(var)) is not None:
@@ -168,9 +167,9 @@ def merged(a: Sites, b: Sites) -> Sites:
 
 
 def _freshened(sites: Sites, j: _jax.OpenJaxpr, loop: Loop, leaf: int) -> Sites | None:
-    """Return the sites of a buffer, and mark a site that writes to another row in each step.
+    """Return the sites of a buffer, with a site marked if it writes to another row in each step.
 
-    Return None if a log could not even hold what is displaced.
+    Return None if not even a log could hold what the writes displace.
     """
     if len(sites) == 1:
         ((at, site),) = sites.items()
@@ -190,7 +189,7 @@ def _ends_by_itself(sites: Sites) -> bool:
 
 
 def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) -> bool:
-    """Return whether a single write goes through consecutive rows, and writes none twice."""
+    """Return whether a write goes through consecutive rows, and writes none twice."""
     if site.window.mode != "drop":
         return False
     shape, carry = eqn.invars[0].aval.shape, j.invars[loop.const_count :]
@@ -202,7 +201,7 @@ def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) ->
         leaf, offset = column
         rows = shape[axis]
         if loop.length is not None and not _jax.is_symbolic(rows) and loop.length <= rows:
-            return True  # this holds if they wrap around, too
+            return True  # even if they wrap around
         up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
         if up and _stays_above(site.window, loop.carry[leaf].counter_lower_bound, offset):
             return True
@@ -210,7 +209,7 @@ def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) ->
 
 
 def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
-    """Return the site with its starts, if these follow from the number of the step."""
+    """Return the site with its starts, if counters determine these."""
     starts = _jax.with_outputs(loop.body, [eqn.invars[2]], [True] * len(loop.body.in_avals))
     used = _jax.used_inputs(starts, [True])
     consts, carry, xs = parts(used, loop.const_count, loop.carry_count)
@@ -222,12 +221,12 @@ def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
 
 
 def _stays_above(window: Window, least: int | None, offset: int) -> bool:
-    """Return whether no start of a counter that goes up counts from the end."""
+    """Return whether an increasing counter never indexes from the end of the buffer."""
     return not window.wrap or (least is not None and 0 <= least + offset < FAR)
 
 
 def _span(j: _jax.OpenJaxpr, at: int, site: Inner, leaf: int, loop: Loop) -> Span | None:
-    """Return the span that an equation with others inside writes, if it writes each row once."""
+    """Return the span that a call or a loop writes, if it writes each row once."""
     eqn, carry = j.eqns[at], j.invars[loop.const_count : loop.const_count + loop.carry_count]
     found = _span_of(eqn, site, leaf)
     if found is None or eqn.invars[found.before] not in carry:
@@ -240,7 +239,7 @@ def _span(j: _jax.OpenJaxpr, at: int, site: Inner, leaf: int, loop: Loop) -> Spa
 
 
 def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
-    """Return the span within an equation, in which a counter goes from row to row."""
+    """Return the span that a call or a loop writes, while its counter goes from row to row."""
     if len(site.sites) != 1:
         return None
     ((at, inner),) = site.sites.items()
@@ -284,9 +283,9 @@ def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loo
 def counted_columns(
     j: _jax.OpenJaxpr, starts: _jax.Atom, loop: Loop
 ) -> list[tuple[int, int] | None]:
-    """Return the counter that is each column of the starts of a single slice, or None.
+    """Return, for each column of the starts of a single slice, the counter that it is, or None.
 
-    A counter is given as a carry leaf, and the number that is added to it.
+    A counter is given as its carry leaf, and the number that is added to it.
     """
     maker = equations.maker_of(j)
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
@@ -310,7 +309,7 @@ def counted_columns(
 
 
 def _source(v: _jax.Atom, maker: Callable[[Any], Any]) -> tuple[Any, int]:
-    """Return where a value comes from, and the constant that is added to it."""
+    """Return the source of a value, and the constant that is added to it."""
     offset = 0
     while (eqn := maker(v)) is not None:
         name, ins = eqn.primitive.name, eqn.invars

@@ -1,1 +1,1 @@
-"""Loops of many lanes: how lanes wait for each other, narrow, or go on by themselves."""
+"""Loops of many lanes, which wait for each other, narrow, or advance independently."""

@@ -1,12 +1,12 @@
-"""A loop with one more axis: vmap of its jaxprs.
+"""Add an axis to a loop: vmap of its jaxprs.
 
 The two jaxprs are batched until the set of carry leaves with the axis no longer grows.
 
 The new axis is the first of a carry leaf, with one exception: if the loop has lanes, and the axis
 is not one of them, it comes after the lane axes. So a mask over the lanes broadcasts from the left.
 
-In derivatives, the axis comes second in a buffer that steps only write rows to. Then the row that a
-step writes is one piece of memory, as in the ys of a scan, not as many pieces as the axis is long.
+In derivatives, the axis comes second in a buffer that steps only write rows to. The row that a step
+writes is then contiguous in memory, as in the ys of a scan.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from loopkit._engine.lanes.predicates import ended_in_each_lane
 from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
 MANY_LANES = 8
-"""The least lanes for which rows are one piece. In fewer pieces, processors read ahead in each."""
+"""The fewest lanes for which rows are contiguous. Processors prefetch from fewer pieces anyway."""
 
 waiting = jax.make_user_context(False)
-"""Whether lanes wait whatever is asked, because the layout of saved values is fixed already.
+"""Whether lanes wait whatever the caller asks for, because the layout of saved values is fixed.
 
-It decides how the loops in a step get an axis, so it belongs to the key of whatever batches one."""
+It decides how loops inside a step are batched, so it is in the key of every cache of these."""
 
 
 @dataclass(frozen=True)
 class Batched(Rewritten):
     """A batched loop.
 
-    Operands and results of the other loop are pairs here: a value, and the place of the new axis in
-    it, or None.
+    `map_operands` takes pairs, and `map_results` returns pairs: a value of the original loop, and
+    the position of the new axis in it, or None.
     """
 
     axes: Operands
-    """The place of the new axis in each operand of the batched loop."""
+    """The position of the new axis in each operand of the batched loop."""
     ys: list
 
     @property
@@ -56,12 +56,12 @@ def batch_loop(
     whole: bool = False,
     in_rows: Sequence[int] = (),
 ) -> Batched:
-    """Return `loop` over operands of which some are batched; `ys` forces results to be batched.
+    """Return `loop` with the axis in the flagged operands; `ys` forces results to have it, too.
 
-    If the axis becomes a lane axis, `whole` also batches constants that differ between lanes
-    already. Then a lane can get the constants of another (safe_inputs.py).
+    If the axis becomes a lane axis, `whole` also batches constants that already differ between
+    lanes, so that a lane can take the constants of another (safe_inputs.py).
 
-    `in_rows` has carry leaves, buffers, in whose rows the axis is to lie, unless it is a lane axis.
+    `in_rows` lists the buffers whose rows get the axis, unless it is a lane axis.
     """
     ys = [False] * loop.ys_count if ys is None else list(ys)
     key = ("batched", axis, *map(tuple, batched), tuple(ys), whole, tuple(in_rows), waiting.value)
@@ -142,32 +142,32 @@ def places_at(flags: Sequence[bool], place: int) -> list[int | None]:
 
 
 def stacked(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
-    """Return the axes in arrays of rows, from those in one row. Rows are along the axes `rows`."""
+    """Return the axes in stacked arrays, from those in one row. Rows lie along the axes `rows`."""
     return [None if a is None else a + (a >= row) for a, row in zip(axes, rows, strict=True)]
 
 
 def in_row(axes: Sequence[int | None], rows: Sequence[int]) -> list[int | None]:
-    """Return the axes in one row, from those in the arrays."""
+    """Return the axes in one row, from those in stacked arrays."""
     return [None if a is None else a - (a > row) for a, row in zip(axes, rows, strict=True)]
 
 
 def _shifted(row: int, axis: int | None) -> int:
-    """Return the axis of the rows, after each row has got one more axis."""
+    """Return the axis along which rows lie, once each row has the new axis."""
     return row + (axis is not None and axis < row)
 
 
 def _places(lanes: Sequence[int], batched: Sequence[bool], joins: bool) -> list[int | None]:
-    """Return where the axis goes in constants or slices: after the lane axes, or before them."""
+    """Return where the axis goes in constants or slices: before the lane axes if it joins them."""
     return [(0 if joins else n) if f else None for f, n in zip(batched, lanes, strict=True)]
 
 
 def _lanes(lanes: int, batched: bool, joins: bool) -> int:
-    """Return how many lane axes an array begins with, after the new axis is in."""
+    """Return how many lane axes an array begins with, once it has the new axis."""
     return lanes if not joins else lanes + 1 if batched else 0
 
 
 def leaves_in_rows(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> tuple[int, ...]:
-    """Return the buffers in whose rows the axis goes, if it need not be moved there."""
+    """Return the buffers whose rows get the axis, where that needs no transpose."""
     # A symbolic size may be any number.
     if loop.lanes or not isinstance(axis.size, int) or axis.size < MANY_LANES:
         return ()

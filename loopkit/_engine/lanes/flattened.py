@@ -1,8 +1,8 @@
-"""Make one loop of a loop and the loops in its step, so that each lane is in a step of its own.
+"""Flatten a loop and the loops in its step into one, in which each lane is in a step of its own.
 
 Under vmap, an inner loop runs until its slowest lane has stopped, in every step of the outer loop.
-In the one loop, a lane goes on with its next step as soon as it has finished an inner loop
-(nest.py). An inner loop is cut out of the step if it has a predicate, and is in no branch.
+In the flat loop, a lane goes on as soon as it has finished an inner loop itself (nest.py). Only
+inner loops that have a predicate, and are in no branch, are flattened.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.prices import EQUATION
 
 LEAF = 15.0
-"""The assumed nanoseconds for each array that a lane has, beside its steps."""
+"""The assumed nanoseconds for each array in the state of a lane, beside its steps."""
 STEPS_BETWEEN_CHECKS = 64
 """The most steps of an inner loop between two checks of which lanes have finished."""
 
 
 def flattened(loop: Loop) -> Loop | Rewritten:
-    """Return the one loop, or the loop itself if nobody asked or no inner loop can be cut."""
+    """Return the flat loop; the loop itself if nobody asks for one or no inner loop can be cut."""
     nest = _cut(loop) if loop.lane_policy == "flatten" else None
     return loop if nest is None else nest.flat()
 
 
 def _ends_by_itself(eqn: Any) -> bool:
-    """Return whether an equation is a loop with a predicate, and with nothing but a carry."""
+    """Return whether an equation is a loop with a predicate, without lanes, xs and ys."""
     loop = eqn.params.get("loop")
     if eqn.primitive is not while_p or loop.cond is None:
         return False
@@ -41,7 +41,7 @@ def _ends_by_itself(eqn: Any) -> bool:
 
 
 def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
-    """Return a body without calls around its inner loops, which are flattened themselves."""
+    """Return a body with calls around inner loops inlined, and these flattened where it pays."""
 
     def holds_loops(jaxpr: _jax.Jaxpr) -> bool:
         return any(eqn.primitive is while_p for eqn in equations.all_equations(jaxpr))
@@ -64,7 +64,7 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
 
 
 def _cut(loop: Loop) -> Nest | None:
-    """Return the step cut at its inner loops; None if there is none to cut it at."""
+    """Return the step cut at its inner loops; None if it cannot be cut."""
     if loop.lanes or loop.length == 0:  # a loop of no steps has no rows
         return None
     if any(map(_jax.varying, (t for j in loop.jaxprs for t in (*j.in_avals, *j.out_avals)))):
@@ -93,10 +93,10 @@ def _cut(loop: Loop) -> Nest | None:
 
 
 def _few(eqn: _jax.Equation, around: float) -> int:
-    """Return the steps of an inner loop to take between two checks of which lanes have finished.
+    """Return how many steps an inner loop takes between two checks of which lanes have finished.
 
-    With n such steps, an inner loop of m steps runs the rest of the step m / n times, and a lane
-    waits for n / 2 steps.
+    If it takes n, an inner loop of m steps runs the rest of the outer step m / n times, and a lane
+    waits for n / 2 steps on average.
     """
     step = max(nanoseconds(eqn.params["loop"].body), EQUATION)
     return math.ceil(min(STEPS_BETWEEN_CHECKS, math.sqrt(2 * UNKNOWN_TRIPS * around / step)))

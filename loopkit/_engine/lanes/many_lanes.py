@@ -1,11 +1,11 @@
 """A loop of many lanes that knows the loop of one lane, and the widths to which it narrows.
 
-Lanes that have stopped take as much time as others. So a loop of many lanes runs in phases, each of
-fewer lanes than the one before (phases.py).
+A stopped lane costs as much time as an active one. So a loop of many lanes runs in phases, each
+with fewer lanes than the one before (phases.py).
 
-As long as a loop only gets axes, nothing is decided. Lanes of another axis join the others, and all
-of them narrow together when the loop runs or is differentiated (phases.py). In any other loop that
-is made of it, the lanes wait for each other.
+Nothing is decided while vmap adds axes: the lanes of each further axis join the others. All of them
+narrow together when the loop runs or is differentiated (phases.py). If the loop is rewritten in any
+other way, its lanes wait for each other.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from loopkit._jaxprs.dataflow import interpret
 from loopkit._plans.budget import Bytes
 
 LEAST = 8
-"""The number of lanes that take no longer than fewer lanes do."""
+"""The number of lanes below which a loop gets no faster."""
 LAST = 12
-"""The number of lanes in the last phase, if there are many."""
+"""The most lanes in the last phase."""
 SHRINK = 4.5
-"""The factor by which a phase has at most fewer lanes. Each phase is compiled separately."""
+"""The largest factor by which phases narrow, as the geometric mean of all. Each is compiled
+separately."""
 LATER = 1.2
-"""The power that shapes the widths: first phases narrow by less, because many lanes stop then."""
+"""The exponent that shapes the widths. Early phases narrow less, because many lanes stop then."""
 WORTH_NARROWING = 64
-"""The least lanes that narrow without being asked."""
+"""The fewest lanes that narrow by default."""
 ENOUGH = 1e4
-"""The least nanoseconds of a step of all lanes with which phases gain more than they cost."""
+"""The fewest nanoseconds of a step of all lanes with which phases gain more than they cost."""
 STEPS, RUNS = 1000, 1000
-"""The assumed steps of a loop without a bound, and the assumed runs of a compiled loop."""
+"""The assumed steps of a loop, if its bound is not lower, and the runs of a compiled loop."""
 COMPILE_NANOSECONDS = 3e8, 5e6
 """The nanoseconds to compile a phase and its gradient, and those for each equation of a step."""
 TOGETHER = "unvmap_any"
-"""A primitive of equinox that says whether something holds in any lane."""
+"""The primitive of equinox that returns whether something holds in any lane."""
 
 
 def widths(loop: Loop, count: int) -> tuple[int, ...]:
     """Return the widths to which a loop of `count` lanes narrows; none if its lanes wait.
 
-    That depends on the loop of one lane, so that all its derivatives agree. Widths of the user may
-    be larger than the number of lanes, in case others join these.
+    The widths depend on the loop of one lane, so that all its derivatives agree. Widths from the
+    user may exceed the number of lanes, in case others join.
     """
     asked = loop.lane_policy
     if asked == "wait":
@@ -62,7 +63,7 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
 
 
 def may_narrow(loop: Loop, axis: _jax.AxisData) -> bool:
-    """Return whether a loop with this axis of lanes narrows, or may narrow after others join."""
+    """Return whether a loop with this axis of lanes narrows, or may once others join."""
     if loop.lane_policy == "wait" or waiting.value or not _apart(loop, axis):
         return False
     return loop.lane_policy not in (None, "flatten") or not why_never(loop)
@@ -79,9 +80,9 @@ def _narrower(size: int) -> tuple[int, ...]:
 
 
 def why_waiting(loop: Loop, count: int) -> str:
-    """Return why so many lanes wait, unless they are told to narrow; empty if they narrow.
+    """Return why `count` lanes wait by default, or an empty string if they narrow.
 
-    Phases have to gain more time than they take to compile.
+    Phases have to save more time than they take to compile.
     """
     if (why := why_never(loop)) or count < WORTH_NARROWING:
         return why or f"are fewer than {WORTH_NARROWING}"
@@ -96,10 +97,10 @@ def why_waiting(loop: Loop, count: int) -> str:
 
 
 def why_never(loop: Loop) -> str:
-    """Return why lanes wait, however many there are; empty if they may narrow.
+    """Return why lanes wait by default, however many there are; empty if they may narrow.
 
-    They may be spread over devices, of which nothing is known while a loop is traced. On a GPU, few
-    lanes take almost as long as many. Memory that is enough for one loop may not be for several.
+    Tracing does not show whether lanes are spread over devices. On a GPU, few lanes take almost as
+    long as many. Memory that is enough for one loop may not be enough for several.
     """
     reasons = {
         "have steps that call the host": bool(loop.effects),
@@ -111,7 +112,7 @@ def why_never(loop: Loop) -> str:
 
 
 def _apart(loop: Loop, axis: _jax.AxisData) -> bool:
-    """Return whether lanes can be moved: on one device, of a known number, not communicating."""
+    """Return whether lanes can be gathered: a known number, on one device, not communicating."""
     spread = axis.spmd_name or axis.explicit_mesh_axis
     speak = axis.name in loop.axis_names
     # If the predicate tests more than a flag, the flag does not say which lanes write to buffers.
@@ -120,9 +121,9 @@ def _apart(loop: Loop, axis: _jax.AxisData) -> bool:
 
 
 def asking_each(loop: Loop) -> Loop | None:
-    """Return the loop without what equinox puts into predicates so that lanes go on together.
+    """Return the loop without the equinox primitives that make its lanes go on together.
 
-    Return None if the predicate has none of that.
+    Return None if the predicate holds none.
     """
     cond = loop.cond
     if cond is None or not any(
@@ -141,37 +142,37 @@ def asking_each(loop: Loop) -> Loop | None:
 
 
 COPIED_FOR_LANES = 1 << 16
-"""The bytes that may be copied for lanes that share them, even if their carry has fewer bytes."""
+"""The bytes that may be copied when lanes join, even if all carries together have fewer bytes."""
 
 
 @dataclass(frozen=True)
 class OneLane:
-    """A loop without lanes, of which another loop has many."""
+    """The loop of one lane, of which another loop has many along one axis."""
 
     loop: Loop
     count: int
-    """The number of lanes, which are a single axis."""
+    """The number of lanes along the axis."""
     flags: Operands
-    """Which operands have lanes."""
+    """Which operands have the axis."""
 
     @property
     def many(self) -> Loop:
-        """The loop of so many lanes."""
+        """The loop of all lanes."""
         key = ("many lanes", self.count, waiting.value, *map(tuple, self.flags))
         make = lambda: LoopOfLanes(**_fields(waiting_lanes(self).loop, self))
         return self.loop.derived(key, make)
 
     def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
-        """Return as many lanes of another loop."""
+        """Return the loop of as many lanes of another loop."""
         return OneLane(loop, self.count, flags or self.flags).many
 
 
 @dataclass(frozen=True, eq=False)
 class LoopOfLanes(Loop):
-    """A loop of lanes that wait for each other, which others may join, or which may narrow."""
+    """A loop of lanes that wait for each other; others may join them, and they may narrow."""
 
     def replace(self, **changes: Any) -> Loop:
-        """Return a loop with other fields. Its lanes wait for each other, and none joins them."""
+        """Return a loop with other fields, whose lanes wait for each other and cannot be joined."""
         return Loop(**_fields(self, None) | changes)
 
     def map_jaxprs(self, change: Callable[[_jax.Jaxpr], _jax.Jaxpr]) -> Loop:
@@ -193,7 +194,7 @@ def waiting_lanes(lane: OneLane) -> Batched:
 
 @dataclass(frozen=True)
 class ManyLanes(Rewritten):
-    """The loops of many lanes and of one. Operands are pairs of a value and its lane axis."""
+    """The loops of many lanes and of one. `map_operands` takes pairs: a value and its lane axis."""
 
     lane: OneLane
     results: list
@@ -202,7 +203,7 @@ class ManyLanes(Rewritten):
 
 @dataclass(frozen=True)
 class AxisPair:
-    """Two axes of lanes as one, with the outer axis before the inner."""
+    """Two lane axes merged into one, the outer axis first."""
 
     outer: int
     inner: int
@@ -210,7 +211,7 @@ class AxisPair:
     def joined(
         self, value: jax.Array, place: int | None, outer: int | None, inner: int | None
     ) -> Any:
-        """Return a value with the merged axis at `place`, from the places of the two axes."""
+        """Merge the axes at `outer` and `inner` of a value into one at `place`."""
         if place is None:
             return value
         # `inner` does not count the outer axis.
@@ -226,7 +227,7 @@ class AxisPair:
 def with_lanes(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> ManyLanes | None:
     """Return the loop with an axis of lanes that narrow, or may narrow later; None if they do not.
 
-    `dims` has the place of the axis in the operands.
+    `dims` has the position of the axis in each operand.
     """
     if (lane := loop.lane) is not None:
         if (new := join(lane, axis, dims)) is not None:
@@ -257,7 +258,7 @@ def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
 def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
     """Merge two axes of lanes; return None if they do not narrow, or would copy too much.
 
-    `dims` has the place of the outer axis in the operands of the inner lanes.
+    `dims` has the position of the outer axis in each operand of the inner lanes.
     """
     if not may_narrow(loop := lane.loop, axis):
         return None

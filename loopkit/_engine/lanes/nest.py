@@ -1,4 +1,4 @@
-"""A step cut at its inner loops, and the one loop that this becomes.
+"""A step cut at its inner loops, and the flat loop that this becomes.
 
     while any lane goes on:
         lanes between two steps        run the part before the inner loop, and enter it
@@ -6,7 +6,7 @@
         lanes that have finished it    run the part after it
 
 Each of the three is a loop itself, and takes no step in lanes that are elsewhere. So derivatives
-are taken only at values that a lane has there, and parts that no lane needs do not run. Several
+are evaluated only at values that a lane reaches, and parts that no lane needs do not run. Several
 inner loops follow each other in the same way.
 """
 
@@ -44,9 +44,9 @@ class Inside:
 
     eqn: Any
     loop: Loop
-    """A loop of a few steps. If the inner loop has a bound, the last carry leaf counts them."""
+    """The loop of a few steps. If the inner loop has a bound, the last carry leaf counts steps."""
     most: int | None
-    """The most times that a lane runs the loop of a few steps."""
+    """The most times that a lane runs the loop of a few steps; None if that is not known."""
 
     @classmethod
     def of(cls, eqn: _jax.Equation, few: int) -> Inside:
@@ -64,7 +64,7 @@ class Inside:
 
     @property
     def begins(self) -> list:
-        """The carry that the inner loop begins with, as variables of the step."""
+        """The initial carry of the inner loop, as variables of the step."""
         count = len(self.eqn.outvars)
         return self.eqn.invars[len(self.eqn.invars) - count :]
 
@@ -72,7 +72,7 @@ class Inside:
         return dict(zip(self.eqn.outvars, carry[: len(self.eqn.outvars)], strict=True))
 
     def goes_on(self, env: dict, here: jax.Array, carry: Sequence[Any]) -> Any:
-        """Return whether lanes that are here have steps left to take."""
+        """Return whether a lane that is here has steps left to take."""
         given, _ = self.loop.split(self._operands(env, here, carry))
         assert self.loop.cond is not None, "it ends by itself"
         return _jax.call_jaxpr(self.loop.cond)(*given.cond_consts, *carry)[0]
@@ -98,14 +98,14 @@ class Inside:
 
 
 class State(NamedTuple):
-    """The place of a lane in the step, and its values."""
+    """Where a lane is in the step, and its values."""
 
     go: Any
     """Whether the lane takes another step."""
     steps: Any
     """The number of steps of the outer loop that it has taken."""
     at: Any
-    """The inner loop that it is in, from 1; 0 between two steps."""
+    """The number of the inner loop that it is in, from 1; 0 between two steps."""
     carry: list
     made: list[list]
     """The values of each piece of the step that are used after the piece."""
@@ -121,19 +121,19 @@ class Nest:
 
     outer: Loop
     pieces: list[list]
-    """Lists of equations: one list more than there are inner loops."""
+    """The equations between the cuts: one list more than there are inner loops."""
     inside: list[Inside]
     made: list[list]
     """For each piece, its variables that are used after the piece."""
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether inner steps cost enough that waiting for them matters."""
+        """Whether inner steps cost so much that waiting for them matters."""
         around = sum(map(steps_nanoseconds, self.pieces))
         return 2 * sum(nanoseconds(i.eqn.params["loop"].body) for i in self.inside) >= around
 
     def flat(self) -> Rewritten:
-        """Return the one loop that replaces the outer loop."""
+        """Return the flat loop, which replaces the outer loop."""
         return Rewritten(self._loop(), self._into, self._back)
 
     @property
@@ -146,7 +146,7 @@ class Nest:
         return State(bit, count_type(), count_type(), carry, made, inner, ys)
 
     def _into(self, operands: Sequence[Any]) -> list:
-        """Return the operands of the one loop, from those of the outer loop."""
+        """Return the operands of the flat loop, from those of the outer loop."""
         given, types = self.outer.split(operands)[0], self.types
         carry = [_jax.as_type(v, t) for v, t in zip(given.init, types.carry, strict=True)]
         state = jax.tree.map(_jax.zeros, types)._replace(carry=carry)
@@ -154,12 +154,12 @@ class Nest:
         return [*given.cond_consts, *given.consts, *given.xs, *jax.tree.leaves(state)]
 
     def _back(self, results: Sequence[Any], _: object = ()) -> list:
-        """Return the results of the outer loop, from those of the one loop."""
+        """Return the results of the outer loop, from those of the flat loop."""
         state = jax.tree.structure(self.types).unflatten(results)
         return list(map(_jax.weak_as, [*state.carry, *state.ys], self.outer.result_types))
 
     def _loop(self) -> Loop:
-        """Make the one loop."""
+        """Make the flat loop."""
         old, types, bound = self.outer, jax.tree.leaves(self.types), self._bound()
         consts = [*old.cond_types, *old.const_types, *old.xs_types]
         count, ys = len(types) - len(old.ys), CarryLeaf("ys", buffer=True)
@@ -185,7 +185,7 @@ class Nest:
         )
 
     def _bound(self) -> int | None:
-        """Return the most steps of the one loop, if the bounds of all loops are known."""
+        """Return the most steps of the flat loop, if the bounds of all loops are known."""
         most = [inside.most for inside in self.inside if inside.most is not None]
         if self.outer.length is None or len(most) < len(self.inside):
             return None
@@ -285,7 +285,7 @@ def _strong(aval: _jax.ShapedArray) -> Any:
 
 
 def _with_row(rows: jax.Array, value: jax.Array, row: jax.Array, axis: int, here: jax.Array) -> Any:
-    """Return rows with one more, in lanes that are here."""
+    """Return rows with `value` written as one of them, in lanes that are here."""
     ones = (1,) * rows.ndim
     sizes = tuple(1 if a == axis else n for a, n in enumerate(rows.shape))
     window = Window((axis,), (0,) * rows.ndim, sizes, "promise_in_bounds", wrap=False)

@@ -1,13 +1,13 @@
-"""A batched loop in phases, each of fewer lanes than the one before.
+"""A batched loop in phases, each with fewer lanes than the one before.
 
     256 lanes, while more than 112 are active
     112 lanes, while more than 40 are
      40 lanes, while more than 12 are
      12 lanes, while any is
 
-Lanes that go on are gathered between two phases, and each lane leaves with the phase in which it
-stops. A phase is a loop like any other, whose predicate also tests whether enough lanes are active.
-So all derivatives follow, and each phase has checkpoints of its own.
+Between two phases, the loop gathers the lanes that go on; the others keep their results. A phase is
+an ordinary loop that also ends once too few lanes are active. So it can be differentiated like any
+other, and has checkpoints of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PhaseLanes(NamedTuple):
 
     carry: list
     ys: list
-    """The ys, written as far as steps were taken; empty before the first phase."""
+    """The ys, written as far as steps were taken; an empty list before the first phase."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Phases:
     flags: Operands
     """Which of its operands have lanes."""
     widths: tuple[int, ...]
-    """The number of lanes in each phase; the first phase has all."""
+    """The number of lanes in each phase; the first phase has all lanes."""
 
     @property
     def bounded(self) -> bool:
@@ -67,7 +67,7 @@ class Phases:
         return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
 
     def _from(self, number: int, given: Operands, begun: PhaseLanes) -> PhaseLanes:
-        """Return the lanes that begin with this phase, as they are after the last phase."""
+        """Run this phase and all later ones; return its lanes as they are after the last."""
         ended = self._advanced(number, given, begun)
         if number + 1 == len(self.widths):
             return ended
@@ -91,7 +91,7 @@ class Phases:
         return self.one.derived((*key, *map(tuple, self.flags)), make)
 
     def _begun(self, operands: Sequence[Any]) -> tuple[Operands, PhaseLanes]:
-        """Return the operands that all lanes read, and the lanes before the first step."""
+        """Return the operands without the carry, and all lanes before the first step."""
         loop = self.whole.loop
         count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
         cond_consts, consts, carry, xs = parts(operands, *count)
@@ -100,7 +100,7 @@ class Phases:
         return Operands(cond_consts, consts, [], xs), PhaseLanes(carry, [])
 
     def phase(self, number: int) -> Loop:
-        """Return the loop of a phase, which runs while more lanes are active than the next has."""
+        """Return the loop of a phase. It runs while more lanes are active than the next one has."""
         return self.one.derived(
             ("phase", number, self.widths, waiting.value, *map(tuple, self.flags)),
             lambda: self._phase(number),
@@ -117,11 +117,11 @@ class Phases:
             lane_policy="wait",
             min_active_lanes=narrower,
         )
-        # Lanes that go on in the next phase may wait for lanes of another batch in this phase.
+        # Lanes that are done with this phase may have to wait until another batch is.
         return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
 
     def _shown(self, loop: Loop, number: int) -> ProgressSettings | None:
-        """Return settings for one bar over all phases."""
+        """Return settings for one progress bar over all phases."""
         if loop.progress is None:
             return None
         first, last = number == 0, number + 1 == len(self.widths)
@@ -133,7 +133,7 @@ class Phases:
         return active.any(tuple(range(1, active.ndim)))
 
     def _advanced(self, number: int, given: Operands, left: PhaseLanes) -> PhaseLanes:
-        """Return the lanes after a phase, whose own steps and rows begin at zero."""
+        """Run a phase, whose own steps and rows begin at zero, and return its lanes."""
         loop, xs = self.phase(number), given.xs
         begun = left.carry[-1].max() if number and (xs or left.ys) else 0
         if number:
@@ -162,7 +162,7 @@ class Phases:
         return zip(ys, self.whole.ys, strict=True)
 
     def _given(self, given: Operands, which: jax.Array) -> Operands:
-        """Take some lanes of all that has lanes."""
+        """Return the operands of some of the lanes."""
         groups = zip(given, self.whole.axes, strict=True)
         of = lambda v, axis: v if axis is None else _taken(v, which, axis)
         consts, own, _, xs = ([*map(of, vs, axes)] for vs, axes in groups)
@@ -199,7 +199,7 @@ def _put(value: jax.Array, which: jax.Array, axis: int, new: Any) -> Any:
 
 
 def _rolled(loop: Loop, rows: jax.Array, by: _jax.Whole, axis: int) -> Any:
-    """Return rows moved by so many steps."""
+    """Return rows shifted by a number of steps."""
     return jnp.roll(rows, -by if loop.reverse else by, axis)
 
 

@@ -1,14 +1,14 @@
-"""Loops whose predicates say more than those of the loops that they are made of.
+"""Loops whose predicates test more than those of the loops from which they are made.
 
 - `counted`: a loop counts its steps, and its predicate ends it at its bound.
 - `gated`: a loop takes no step unless its gate is open.
 - `ended_in_each_lane`: a loop that ends before all of its lanes have stopped says so in each lane.
-  `Loop.min_active_lanes` is cheaper: it counts lanes when the predicate is read, and not in each
-  step. But it works for a single axis of lanes. With other axes around, each batch ends for itself,
-  and its lanes have to be held while another batch goes on.
-- `lockstep`: lanes read each other's values by the name of their axis of `jax.vmap`. The values of
-  a lane that has stopped are still read, and have a derivative. So all lanes go on together while
-  one of them does, and a step keeps lanes that have stopped as they are.
+  `Loop.min_active_lanes` is cheaper: it counts lanes where the predicate is evaluated, and not in
+  each step. But it works for a single axis of lanes. If there are other axes, each batch ends by
+  itself, and its lanes are held while another batch goes on.
+- `lockstep`: lanes read each other's values by the name of their axis of `jax.vmap`. Other lanes
+  still read the values of a stopped lane, and differentiate them. So all lanes go on together while
+  one of them does, and a step keeps stopped lanes as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loopkit._jaxprs import equations
 
 
 def counted(loop: Loop) -> Loop:
-    """Return the loop whose last carry leaf counts the steps taken. It has to start at zero."""
+    """Return the loop with a last carry leaf that counts steps. Its initial value must be zero."""
     return loop.derived("counted", lambda: _counted(loop))
 
 
@@ -45,7 +45,7 @@ def _counted(loop: Loop) -> Loop:
 
     def advance(*values: jax.Array) -> list:
         consts, carry, (count, *x) = parts(values, c, n)
-        if flag is not None and not k:  # the flag has to say that the bound is reached, too
+        if flag is not None and not k:  # the flag has to be false at the bound, too
             carry[flag] = _jax.call_jaxpr(cond)(*carry, count)[0]
         new, y = parts(steps(*consts, *carry, *x), n)
         return [*new, count + 1, *y]
@@ -55,7 +55,7 @@ def _counted(loop: Loop) -> Loop:
 
 
 def gated(loop: Loop) -> Loop:
-    """Return the loop with one more constant of the predicate: whether to take any step."""
+    """Return the loop whose predicate has one more constant: whether to take any step."""
     assert loop.cond is not None, "it ends by itself"
     asks = _jax.call_jaxpr(loop.cond)
     go = _jax.ShapedArray((), jnp.dtype(bool))
@@ -68,7 +68,7 @@ def gated(loop: Loop) -> Loop:
 
 
 def count_type(lanes: tuple[int, ...] = ()) -> Any:
-    """Return the type of a number of steps, in each lane."""
+    """Return the type of the number of steps of each lane."""
     return _jax.ShapedArray(lanes, jnp.dtype("int32"))
 
 
@@ -107,7 +107,7 @@ def axes_between_lanes(loop: Loop) -> tuple:
 
 
 def lockstep(loop: Loop) -> Loop | Rewritten:
-    """Return the loop of the lanes together, whose body takes the predicate's constants first."""
+    """Return the loop of lanes in lockstep; its body takes the predicate's constants first."""
     axes, cond, body = axes_between_lanes(loop), loop.cond, loop.body
     if cond is None or not axes:
         return loop

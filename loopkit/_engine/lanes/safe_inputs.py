@@ -1,15 +1,15 @@
 """Inputs at which the derivative of a step may be evaluated in every lane.
 
-A lane that has stopped still runs the body, and the result is not used. But the body's derivative
-there may be infinite, and zero times infinity is NaN in values that all lanes share. So derivatives
-are evaluated only where the body is known to be active. A stopped lane gets its own first step
-(initial carry, first slices). A lane that takes no step at all gets the first step of a lane that
-does, constants included. Constants may have only the leading lane axes. So such a lane looks for
-another next to it, and further out only if none of these takes a step. If lanes read slices in
-common, the first slices are gone: a stopped lane then gets all inputs of a lane that is active now.
+A stopped lane still runs the body, and the result is discarded. But the body's derivative there may
+be infinite, and zero times infinity puts NaN into derivatives that all lanes share. So derivatives
+are evaluated only at inputs of active steps. A stopped lane takes those of its own first step
+(initial carry, first slices). A lane that takes no step at all takes those of a lane that does,
+constants included. Constants may have only the leading lane axes. So such a lane looks for another
+along the last lane axis, and further out only if no lane there takes a step. If lanes share slices,
+the first slices are gone: a stopped lane then takes all inputs of a lane that is active now.
 
-To choose between two buffers costs as much as they are large. So the choice is made for each slice
-that is read of them.
+Selecting between two whole buffers takes time in proportion to their size. So each slice that is
+read from them is selected instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 @dataclass(frozen=True)
 class EveryInput:
-    """The inputs of a step of a loop without lanes, where any derivative may be evaluated."""
+    """The inputs of a step of a loop without lanes, all of which are safe."""
 
     consts: list
     shared = False
@@ -54,7 +54,7 @@ class EveryInput:
 
 @dataclass(frozen=True)
 class SafeInputs:
-    """The inputs of a step for its derivative, in every lane."""
+    """Inputs of a step at which its derivative may be evaluated, in every lane."""
 
     loop: Loop
     consts: list
@@ -63,17 +63,17 @@ class SafeInputs:
     x: list
     """The slices that belong to that carry."""
     shared: bool
-    """Whether lanes read slices in common."""
+    """Whether lanes share slices."""
     flags: list[bool]
-    """Which leaf of the carry says whether a step counts."""
+    """Which carry leaf says whether a step is active."""
     buffers: list[bool]
-    """Which leaves are buffers, for which the choice is made slice by slice."""
+    """Which carry leaves are buffers, selected slice by slice."""
 
     @staticmethod
     def of(
         loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
     ) -> SafeInputs:
-        """Make the inputs for a loop with lanes, of which some are `active` at the start.
+        """Make the inputs for a loop with lanes; `active` marks those that take any step.
 
         `step` takes the constants, the `saved` leaves of the carry, and the slices.
         """
@@ -103,7 +103,7 @@ class SafeInputs:
         is_buffer: Sequence[bool] = (),
         leading: int = 0,
     ) -> list:
-        """Return new values in active lanes, old values in the others; None stands for zeros."""
+        """Return new values in active lanes, old values in the others; `old` is None for zeros."""
         old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
         return hold(active, new, old, is_buffer, leading)
 
@@ -131,9 +131,9 @@ class SafeInputs:
 
 
 def _substitution(active: jax.Array) -> Callable:
-    """Return a function that gives lanes that are not active the value of an active lane.
+    """Return a function that gives inactive lanes the value of an active lane.
 
-    Its second argument is the number of lane axes that the value begins with, all by default.
+    Its second argument is the number of lane axes that the value begins with, by default all.
     """
     levels = []
     for lanes in range(active.ndim if active.size else 0, 0, -1):
@@ -164,7 +164,7 @@ def _each(substitute: Callable, values: Sequence[Any], lanes: Sequence[int]) -> 
 def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
     """Return whether an input is only read and written in slices.
 
-    The fact about a value is whether it is this buffer.
+    The analysis follows which values are this buffer.
     """
     otherwise = []
 
@@ -178,7 +178,7 @@ def is_sliced(jaxpr: _jax.Jaxpr, place: int) -> bool:
 
 
 class Begun(NamedTuple):
-    """A mark for a buffer, with the buffer that stopped lanes read in its place."""
+    """A mark for a buffer, with the buffer that stopped lanes read instead."""
 
     value: Any
     first: Any
@@ -187,7 +187,7 @@ class Begun(NamedTuple):
 def call_sliced(
     jaxpr: _jax.Jaxpr, values: Sequence[Any], first: dict[int, Any], active: jax.Array
 ) -> list:
-    """Return the results of a jaxpr; stopped lanes read the buffers in `first` instead."""
+    """Return the results of a jaxpr in which stopped lanes read the buffers in `first` instead."""
 
     def rule(eqn: _jax.Equation, ins: list) -> list:
         (buffer, first), *given = ins
@@ -205,7 +205,7 @@ def call_sliced(
 
 
 def _of_slices(active: jax.Array, starts: jax.Array, window: Window) -> Any:
-    """Return which elements of slices are of active lanes; lanes are the first buffer axes."""
+    """Return which elements of slices belong to active lanes; lane axes come first in buffers."""
     lanes, batch = range(active.ndim), starts.shape[:-1]
     placed = [a for a in lanes if a in window.axes]
     whole = [a for a in lanes if a not in window.axes]

@@ -1,9 +1,9 @@
-"""Checks of steps that are taken in vain: by lanes that have stopped, or beyond the last step.
+"""Silence the checks of steps taken in vain: by stopped lanes, or beyond the last step.
 
-Such a step is discarded, and its checks must not fail. A check says where its condition is
-(`_arguments/error_on_use.py`). A loop that holds checks carries a flag, which says whether the step
-counts, and each condition holds only where the flag is set. The loop takes the same from the step
-around it as a constant. So what a check in loops within loops knows is what all of them know.
+Such a step is discarded, and its checks must not fail. A primitive marks the condition of each
+check (`_arguments/error_on_use.py`). A loop that holds checks carries a flag that says whether the
+step counts, and makes each condition false unless it does. As a constant, the loop takes whether
+the step around it counts. So a check in nested loops fails only if the steps of all of them count.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from loopkit._engine.loop import Loop, Rewritten, parts
 from loopkit._jaxprs import equations
 
 IN_ANY_LANE = "unvmap_any"
-"""A primitive of equinox that says whether something holds in any lane, such as an error."""
+"""The primitive of equinox that returns whether something, such as an error, holds in any lane."""
 CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback"))
-"""Primitives that call the host, as an error at run time does."""
+"""Primitives that call the host, as run-time errors do."""
 
 
 def is_checked(eqn: _jax.Equation) -> bool:
     """Return whether an equation is the condition of a check, or holds one outside loopkit's loops.
 
-    Those loops have taken care of theirs, and take a condition as a constant.
+    loopkit's loops take care of their own, and take whether the step around counts as a constant.
     """
     own = eqn.primitive in (taken_p, _jax.checkify_p) or eqn.primitive.name == IN_ANY_LANE
     return own or ("loop" not in eqn.params and any(map(holds_checks, equations.jaxprs_in(eqn))))
 
 
 def holds_checks(jaxpr: _jax.Jaxpr) -> bool:
-    """Return whether a jaxpr holds checks. What asks all lanes is one only where it may raise."""
+    """Return whether a jaxpr holds checks; `unvmap_any` is one only if something may raise."""
     raises = any(e.primitive.name in CALLBACKS for e in equations.all_equations(jaxpr))
     eqns = _jax.open_jaxpr(jaxpr).eqns
     return any(is_checked(e) for e in eqns if raises or e.primitive.name != IN_ANY_LANE)
 
 
 def run_if(j: _jax.OpenJaxpr, values: Sequence[Any], counts: Any) -> list:
-    """Return the results of an open jaxpr, whose checks fail only if the step `counts`."""
+    """Return the results of an open jaxpr, with checks that fail only if the step `counts`."""
     env = dict(zip((*j.constvars, *j.invars), values, strict=True))
     return equations.run(j.eqns, env, j.outvars, bound_if(counts))
 
 
 def bound_if(counts: Any) -> Callable[[Any, list], list]:
-    """Return what binds an equation so that its checks fail only if the step `counts`."""
+    """Return a function that binds equations so that checks fail only if the step `counts`."""
     return lambda eqn, ins: _bind(eqn, ins, counts)
 
 
 def _alike(eqn: _jax.Equation, ins: list) -> list:
-    """Return the operands, all of which vary over the devices over which one varies since.
+    """Return the operands, made to vary over each mesh axis over which one of them now does.
 
-    A loop whose checks ask `counts` may return values that vary over the devices as `counts` does.
+    A loop whose checks read `counts` may return values that vary over devices as `counts` does.
     """
     pairs = zip(map(jax.typeof, ins), eqn.invars, strict=True)
     since = [t for t, of in pairs if _jax.varying(t) - _jax.varying(of.aval)]
@@ -65,7 +65,7 @@ def _alike(eqn: _jax.Equation, ins: list) -> list:
 
 
 def _bind(eqn: _jax.Equation, ins: list, counts: Any) -> list:
-    if eqn.primitive is _jax.pvary_p:  # where `counts` varies, what is made of it does already
+    if eqn.primitive is _jax.pvary_p:  # the operand may vary already, as `counts` does
         return [_jax.vary_like(ins[0], [eqn.outvars[0].aval])]
     if "loop" not in eqn.params:
         ins = _alike(eqn, ins)
@@ -129,7 +129,7 @@ _HOLDING = (
     (_while, lambda eqn: eqn.primitive is _jax.lax_while_p),
     (_remat, equations.is_remat),
 )
-"""How equations that hold jaxprs are made again of them, and which these are."""
+"""Functions that bind equations which hold jaxprs, and tests for these equations."""
 
 
 def without_vain_checks(loop: Loop) -> Loop | Rewritten:
@@ -144,7 +144,7 @@ def without_vain_checks(loop: Loop) -> Loop | Rewritten:
 
 
 def _asked(loop: Loop) -> int | None:
-    """Return the leaf of the carry that is the predicate, if one is."""
+    """Return the carry leaf that the predicate returns as it is, if it returns one."""
     place = None if loop.cond is None else equations.forwarded(loop.cond)[0]
     if place is None or place < loop.cond_const_count:
         return None
@@ -152,7 +152,7 @@ def _asked(loop: Loop) -> int | None:
 
 
 def _where_flagged(loop: Loop, flag: int | None, asks: Any) -> Rewritten:
-    """Return the loop with checks under its flag, and its predicate if that asks for more."""
+    """Return the loop whose checks fail only if its flag is set and `asks`, if given, holds."""
     c, n = loop.const_count, loop.carry_count
 
     def step(counts: jax.Array, *values: jax.Array) -> list:
@@ -175,7 +175,7 @@ def _where_flagged(loop: Loop, flag: int | None, asks: Any) -> Rewritten:
 
 
 def _with_flag(loop: Loop) -> Rewritten:
-    """Return the loop that carries its predicate. Its body takes the predicate's constants too."""
+    """Return the loop that carries its predicate; the body takes the predicate's constants, too."""
     assert loop.cond is not None, "it has a predicate"
     asked, body = _jax.open_jaxpr(loop.cond), _jax.open_jaxpr(loop.body)
     k, c, n = loop.cond_const_count, loop.const_count, loop.carry_count

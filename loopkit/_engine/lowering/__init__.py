@@ -1,1 +1,1 @@
-"""Lowering of loops as one platform's compiler needs it, and the memory of this machine."""
+"""Lowering of loops for one platform's compiler, and the memory of this machine."""

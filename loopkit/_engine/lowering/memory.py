@@ -1,9 +1,9 @@
 """Check that there is memory for saved values, and that those on the host come back unchanged.
 
-Compilers have moved buffers between memories wrongly, and a wrong gradient does not show that. A
-right gradient does not show it either if its checkpoints stayed on the device. So before the first
-loop of a process that keeps its checkpoints on the host, a small gradient is computed both ways on
-the device and compared. The compiler is asked how much of it is on the host.
+Compilers have moved buffers between memories wrongly, which silently makes gradients wrong. And a
+right gradient does not prove that its checkpoints were on the host. So before the first loop of a
+process that keeps checkpoints on the host, loopkit computes a small gradient both ways on the
+device, compares the two, and asks the compiler how much of the program is on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loopkit._plans.plan import Plan
 
 KIND = "pinned_host"
 SIZE = 256
-"""The numbers in the carry of the small loop."""
+"""The number of elements in the carry of the small loop."""
 HOST_ADVICE = "Pass `memory` as one number, or a plan with host=False."
 
 _sound: set[Any] = set()
@@ -33,7 +33,7 @@ _sound: set[Any] = set()
 def check_host_memory(name: str) -> None:
     """Raise unless checkpoints can be kept on the host. The check runs once for each device.
 
-    It does not run for a program for a machine of another kind.
+    It does not run for a program that is lowered for a platform which this machine lacks.
     """
     device = _jax.target_device()
     if device is None or device in _sound:
@@ -50,7 +50,7 @@ def check_host_memory(name: str) -> None:
 
 
 def check_kinds(name: str, device: _jax.Device) -> None:
-    """Raise unless the device has memory of the host."""
+    """Raise unless the device can address memory of the host."""
     kinds = memory_kinds(device)
     if KIND not in kinds:
         problem = "`memory`, or a plan with host=True, can keep checkpoints on the host only if "
@@ -72,7 +72,7 @@ def compiled(device: _jax.Device, host: bool) -> Any:
 
 
 def check_placed(name: str, device: _jax.Device, program: jax.stages.Compiled) -> None:
-    """Raise unless the compiler says that a part of the program is on the host.
+    """Raise unless the compiler reports that the program has memory on the host.
 
     A CPU is its own host: there is one memory, and nothing to check.
     """
@@ -110,7 +110,7 @@ def _probe(x: jax.Array, host: bool) -> Any:
 
 
 def check_room(name: str, steps: int, step_bytes: int) -> None:
-    """Raise if all memory of the machine is too small for so many steps."""
+    """Raise if all memory of the machine is too small for the residuals of all steps."""
     needed, there = steps * step_bytes, all_memory()
     if there is None or needed <= there:
         return
@@ -126,11 +126,11 @@ def check_room(name: str, steps: int, step_bytes: int) -> None:
 
 
 def all_memory() -> int | None:
-    """Return the bytes of all devices, used or not; None if they are not known."""
+    """Return the bytes of memory of all devices, used or not; None if they are not known."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         return limit * jax.device_count()
-    try:  # a CPU keeps no account: take all that the machine has
+    try:  # a CPU reports no limit: take all memory of the machine
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
     except (AttributeError, ValueError, OSError):
         return None

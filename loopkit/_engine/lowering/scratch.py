@@ -1,8 +1,8 @@
-"""Make the memory that inner loops write to once, outside all loops, in programs on a CPU.
+"""Allocate the memory that inner loops write to once, outside all loops, in programs on a CPU.
 
-An inner loop may begin with arrays whose memory is not filled. A call makes such an array, and XLA
-does not compile a loop with a call in it as one kernel. So the outer loop carries the array, its
-scratch, from step to step: each step writes to what the step before has left.
+An inner loop may begin with uninitialised arrays. A custom call makes such an array, and XLA does
+not compile a loop with a call in it as one kernel. So the outer loop carries the array, its
+scratch, from step to step: each step overwrites what the step before has left.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.equations import renamed
 
 FILLED = 1 << 12
-"""The bytes that a step fills with zeros rather than carry them. Filling takes a tenth of a
+"""The most bytes that a step fills with zeros rather than carrying them. Filling takes a tenth of a
 microsecond, and an array of zeros needs no memory if it is not used."""
 
 
 def with_scratch(evaluate: Callable) -> Callable:
-    """Return a function like `evaluate`, which returns a list, without new memory in loops."""
+    """Return a function like `evaluate`, which returns a list, that allocates nothing in loops."""
 
     def evaluated(*operands: jax.Array, **params: Any) -> list:
         within = params["jaxpr"] if "jaxpr" in params else params["loop"].body
@@ -52,10 +52,10 @@ def _is_blank(eqn: _jax.Equation) -> bool:
 
 
 def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
-    """Return a jaxpr in whose loops no memory is made, and the types of its scratch.
+    """Return a jaxpr whose loops allocate nothing, and the types of its scratch.
 
-    A jaxpr `inside` a loop makes no memory itself: its last inputs are the scratch, and its last
-    outputs are what it leaves of that.
+    A jaxpr `inside` a loop allocates nothing itself: its last inputs are the scratch, and its last
+    outputs are the scratch as it leaves it.
     """
     if not any(map(_is_of_interest, equations.all_equations(jaxpr))):
         return jaxpr, []
@@ -66,14 +66,14 @@ def _lifted(jaxpr: _jax.Jaxpr, inside: bool) -> tuple[_jax.Jaxpr, list]:
 
 
 def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
-    """Return the jaxpr of a loop, or of a call of loops, with variables of its own."""
+    """Return the jaxpr of a loop, or of a call that holds loops, with variables of its own."""
     evaluate, types = _jax.evaluations.get(eqn.primitive), [v.aval for v in eqn.invars]
     if evaluate is not None:
         return _jax.trace_closed(lambda *v: evaluate(*v, **eqn.params), types, "loop")
     inner = None
     if equations.is_call(eqn):
         inner = eqn.params["jaxpr"]
-    elif eqn.primitive.name.startswith("custom_"):  # no derivative follows
+    elif eqn.primitive.name.startswith("custom_"):  # its rules are not needed any more
         inner = eqn.params.get("call_jaxpr")
     if inner is None or not _runs_loops(inner):
         return None
@@ -81,7 +81,7 @@ def _called(eqn: _jax.Equation) -> _jax.Jaxpr | None:
 
 
 class _Level:
-    """The equations of one jaxpr, rewritten in their order."""
+    """The equations of one jaxpr, rewritten in order."""
 
     def __init__(self, j: _jax.OpenJaxpr, inside: bool):
         self.j, self.inside = j, inside
@@ -90,7 +90,7 @@ class _Level:
         self.inputs: list = []
         """The scratch that is an input."""
         self.latest: list = []
-        """The variable that each scratch was last written as."""
+        """The variable that holds each scratch after the last write to it."""
         self.taken: set = set()
         """The scratch that the current equation uses already."""
 
@@ -116,7 +116,7 @@ class _Level:
         self.names.update(zip(eqn.outvars, outs, strict=False))
 
     def splice(self, j: _jax.OpenJaxpr, operands: Sequence[Any] = ()) -> list:
-        """Add the equations of a jaxpr whose variables are its own, and return its outputs."""
+        """Append the equations of a jaxpr with variables of its own, and return its outputs."""
         names = dict(zip(j.invars, operands, strict=True))
         for eqn in j.eqns:
             self.append(eqn.replace(invars=[renamed(v, names) for v in eqn.invars]))
@@ -130,7 +130,7 @@ class _Level:
                 self.latest[i] = _written(eqn, place) or last
 
     def scratch(self, at: int, aval: _jax.ShapedArray) -> Any:
-        """Return scratch of a type for equation `at`: free scratch, or else new."""
+        """Return scratch of a type for equation `at`; make it only if none is free."""
         for i, last in enumerate(self.latest):
             if i not in self.taken and _jax.same_type(last.aval, aval) and not self.reads(at, last):
                 self.taken.add(i)
@@ -165,7 +165,7 @@ class _Level:
 
 
 def _written(eqn: _jax.Equation, place: int) -> Any:
-    """Return the result that overwrites an operand; None if there is none."""
+    """Return the result that takes over the memory of an operand; None if none does."""
     name, operand = eqn.primitive.name, eqn.invars[place]
     if eqn.primitive is _jax.lax_while_p:
         at = place - eqn.params["cond_nconsts"] - eqn.params["body_nconsts"]

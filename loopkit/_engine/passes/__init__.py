@@ -1,4 +1,4 @@
-"""Passes: loops that give the same results by other steps. Every loop takes those in `PASSES`."""
+"""Passes that rewrite a loop without changing its results. Every loop goes through `PASSES`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from loopkit._engine.passes.reads_first import reads_first
 from loopkit._engine.passes.varying import varying
 
 PASSES: Sequence[Callable[[Loop], Loop | Rewritten]] = (
-    without_vain_checks,  # while a step is one: parts of it know less of the whole
+    without_vain_checks,  # before a step is cut: its parts know less than the whole
     flattened,  # before any other change to a step
-    reads_first,  # while a step is as it was written: later passes may call it
-    lockstep,  # makes another predicate
+    reads_first,  # while a step is as written: later passes may call it
+    lockstep,  # changes the predicate
     varying,  # all that the predicate decides varies as the predicate does
-    hoist_invariant_carry,  # the later passes work on all leaves that are left
+    hoist_invariant_carry,  # later passes work on all remaining leaves
     flat_rows,  # last, since tables that were carried are constants by then
 )
-"""The passes, in order. A pass that keeps operands and results as they are returns just the
-loop."""
+"""The passes, in order. A pass that changes neither operands nor results returns just the loop."""
 
 
 def ready(loop: Loop) -> tuple[Loop, tuple[Rewritten, ...]]:

@@ -45,7 +45,7 @@ def open_dual(
     """Return D, whose first constants are the values that the rules of a step close over.
 
     D may have more than one tangent for each active leaf, the `terms` of a series.
-    `push(step, inputs, tangents, keep)` returns a step's results, and the tangents of some.
+    `push(step, inputs, tangents, keep)` returns a step's results, and tangents of those to `keep`.
     """
     body = _jax.call_jaxpr(loop.body)
     counts = loop.const_count, loop.carry_count, loop.xs_count
@@ -115,7 +115,7 @@ def run_dual(
 
 
 def _batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
-    """Return the tangents that the dual loop computes, if those given have a leading batch."""
+    """Return the tangents that the dual loop computes from tangents with a leading batch axis."""
     count, results = loop.operand_count, loop.primal_counts[1]
     dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
     flags = dual.loop.split([d is not None for d in dims])[0]

@@ -2,12 +2,12 @@
 
 Compilers turn a row of shape [10, 5] into ten runs of five numbers, each too short for a vector
 unit, and a row of shape [50] into one run. So this pass merges the last axes of a buffer, if every
-read and write takes them whole. Constants that steps read in slices are treated in the same way.
+read and write takes them whole. Constants that steps slice are treated in the same way.
 
-A TPU keeps arrays in tiles of 8 by 128 numbers. There, a change from a row to a vector is an
-operation of its own, and a stack of rows of [10, 5] takes eight times the memory of one of vectors.
-So slices stay vectors through elementwise equations, and so do the constants and the leaves of the
-carry that have the shape of a row. For any other equation, slices get their own shape.
+A TPU keeps arrays in tiles of 8 by 128 numbers. There, reshaping a row to a vector is an operation
+of its own, and a stack of [10, 5] rows takes eight times the memory of a stack of vectors. So
+slices stay vectors through elementwise equations, and so do constants and carry leaves that have
+the shape of a row. Any other equation gets slices in their own shape.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from loopkit._engine.primitives import while_p
 from loopkit._jaxprs.dataflow import analyse, interpret_marked
 
 SHORT = 16
-"""The length of a last axis that is enough for a vector unit. From there on, reshaping slices costs
-as much as it gains."""
+"""The length of a last axis that fills a vector unit, so that reshaping slices gains nothing."""
 
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type
@@ -38,16 +37,16 @@ _ELEMENTWISE = """
     pow real rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-"""Primitives for which an element of the result depends only on operands in the same place."""
+"""Primitives that compute each element of the result from operand elements at the same index."""
 RESHAPES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Primitives that may change nothing but the shape."""
 
 Counts = tuple[int, ...]
-"""For each of several arrays, how many of its last axes are merged; 0 for none."""
+"""For each array, how many of its last axes are merged; 0 for none."""
 
 
 class Rows(NamedTuple):
-    """A mark for an array with merged last axes, while a jaxpr is evaluated."""
+    """An array with merged last axes, marked as such while a jaxpr is evaluated."""
 
     value: Any
     tail: tuple[int, ...]
@@ -66,10 +65,10 @@ class Rows(NamedTuple):
 
 
 def flat_rows(loop: Loop) -> Loop | Rewritten:
-    """Return the loop over flat rows, in which all that has the shape of a row is a vector."""
+    """Return the loop over flat rows; constants and carry leaves of their shape are vectors."""
     consts = [_count(loop, t, i) for i, t in enumerate(loop.const_types)]
     leaves = zip(loop.carry_types, loop.carry, strict=True)
-    # The loop around decides about its own buffers.
+    # An enclosing loop decides about its own buffers.
     carry = [
         _count(loop, t, loop.const_count + i) if leaf.buffer and not leaf.outer else 0
         for i, (t, leaf) in enumerate(leaves)
@@ -143,7 +142,7 @@ def _flattened(jaxpr: _jax.Jaxpr, counts: Sequence[int], results: Sequence[int])
 
 
 def _whole_axes(jaxpr: _jax.Jaxpr, arrays: Sequence[int]) -> tuple[int, list[int]]:
-    """Return how many last axes all uses of inputs take whole, and the outputs that are the inputs.
+    """Return how many last axes all uses of `arrays` take whole, and the outputs that are `arrays`.
 
     The fact about a value is whether it is one of these arrays.
     """
@@ -175,7 +174,7 @@ def _use(eqn: _jax.Equation, where: list[int]) -> tuple[int, list[int]]:
 def _in_loop(loop: Loop, inputs: list[int]) -> tuple[int, list[int]]:
     """Return how many last axes a loop takes whole of some inputs of its body, and their leaves.
 
-    The loop has to pass these leaves on from step to step. Otherwise it takes no axis whole.
+    The loop must pass these leaves on from step to step. Otherwise it takes no axis whole.
     """
     leaves = [n - loop.const_count for n in inputs if n >= loop.const_count]
     if min(inputs) < 0 or max(leaves, default=0) >= loop.carry_count:
@@ -212,7 +211,7 @@ def _taken_whole(eqn: _jax.Equation) -> int:
         return 0
     sized = enumerate(zip(sizes, shape, strict=True))
     count = min(most, _last(a not in along and n == size for a, (n, size) in sized))
-    # To use all of it in its own shape, beside flat rows, would need a copy.
+    # Using all of it in its own shape, as well as in flat rows, would need a copy.
     return count if count < len(shape) else 0
 
 
@@ -241,7 +240,7 @@ def _on_rows(eqn: _jax.Equation, ins: list) -> list:
     if eqn.primitive is lax.dynamic_slice_p:
         sizes = rows.of_row(params["slice_sizes"])
         starts = others[: rows.lead + 1]
-        # Negative starts no longer count from the end: the writer of this slice has handled them.
+        # Negative starts no longer count from the end: `lax.dynamic_slice` has handled them.
         return [slices(lax.dynamic_slice_p.bind(rows.value, *starts, slice_sizes=sizes))]
     if eqn.primitive is lax.slice_p:
         limits = rows.of_row(params["limit_indices"])
@@ -274,14 +273,14 @@ def _windowed(params: dict, rows: Rows) -> dict:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the axes that it is written with."""
+    """Return a value in its own shape."""
     if not isinstance(value, Rows):
         return value
     return value.value.reshape(*value.value.shape[:-1], *value.tail)
 
 
 def _flat(value: Any, tail: tuple[int, ...]) -> Any:
-    """Return a value with its last axes merged, those of the tail."""
+    """Return a value with its last axes, those of `tail`, merged."""
     if isinstance(value, Rows) and value.tail == tail:
         return value.value
     value = _plain(value)

@@ -1,4 +1,4 @@
-"""Make constants of carry leaves that every step passes on unchanged: they are never saved."""
+"""Turn carry leaves that no step changes into constants, which are never saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loopkit._jaxprs import equations
 
 
 def hoist_invariant_carry(loop: Loop) -> Loop | Rewritten:
-    """Return the loop whose last constants are the leaves that stay the same."""
+    """Return the loop whose last constants are the carry leaves that no step changes."""
     c, n, k = loop.const_count, loop.carry_count, loop.cond_const_count
     source = equations.forwarded(loop.body)
     still = [source[i] == c + i and not leaf.flag for i, leaf in enumerate(loop.carry)]

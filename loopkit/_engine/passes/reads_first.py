@@ -3,8 +3,8 @@
 b.at[i].set(b[j]).at[j].set(b[i])
 
 reads b[i] as it was before the write, after the write has happened. So a compiler would keep a copy
-of all of b. The read does not depend on the write, so it is moved before the write, which then goes
-on from the buffer that the read passes on.
+of all of b. The read does not depend on the write, so this pass moves it before the write, which
+then updates the buffer that the read passes on.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _one_moved(eqns: Sequence[Any]) -> list | None:
 
 
 def _needed(eqns: Sequence[Any], read: _jax.Equation) -> list | None:
-    """Return the equations after a write that make the operands of a read; None if it cannot move.
+    """Return the equations after a write that a read needs; None if the read cannot move.
 
     A read cannot move if it depends on the write, or if such an equation has effects, whose order
-    has to stay.
+    must not change.
     """
     write, found, operands = eqns[0], [], set(variables(read))
     for eqn in reversed(eqns):

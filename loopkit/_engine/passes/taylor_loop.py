@@ -1,4 +1,4 @@
-"""The loop over values and their Taylor series that `jax.experimental.jet` asks for."""
+"""The loop over values and their Taylor series, for `jax.experimental.jet`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loopkit._engine.primitives import while_p
 def taylor(
     primals: Sequence[Any], series: Sequence[Any], order: int, *, loop: Loop
 ) -> tuple[list, list]:
-    """Return the results of a loop, and their series, which one loop computes."""
+    """Return the results of a loop and their series, which a single loop computes."""
     given = loop.split([s is not None for s in series])[0]
     active = forward_activity(loop, given, _jax.series_outputs)
     if not any(active.outputs):

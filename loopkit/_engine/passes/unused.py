@@ -1,10 +1,9 @@
 """Loops without their unused parts.
 
-A loop is pruned of the results that are not used, and of what only those need. If a step only runs,
-and is not differentiated, the loops in it are pruned too. For example, neither running the step
-again nor going back needs a buffer that an inner loop only writes to. So that buffer is neither
-saved nor stored with the outer step. The next derivative may read it, and uses the step as it is
-written.
+Pruning a loop removes unused results, and what only they need. If a step only runs, and is not
+differentiated, the loops in it are pruned too. For example, a buffer that an inner loop only writes
+to is needed neither to run the outer step again nor to reverse it. So the outer step does not save
+or store that buffer. The next derivative may read it, and uses the step as written.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from loopkit._jaxprs.dataflow import fixed_point, interpret
 
 @dataclass(frozen=True)
 class Pruned(Rewritten):
-    """The pruned loop, and which operands and results of the other loop it has."""
+    """The pruned loop, and which operands and results of the original loop it keeps."""
 
     operands: list[bool]
     results: list[bool]
 
 
 def prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool] = ()) -> Pruned:
-    """Return the loop with only the used results, and what those need.
+    """Return the loop with only the used results, and what they need.
 
-    `inputs` flags more inputs of a step that are needed.
+    `inputs` flags further inputs of a step to keep.
     """
     key = ("pruned", tuple(used), tuple(inputs))
     return loop.derived(key, lambda: _prune(loop, used, inputs))
@@ -81,7 +80,7 @@ def _prune(loop: Loop, used: Sequence[bool], inputs: Sequence[bool]) -> Pruned:
 
 
 def to_run(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a jaxpr to be run: its loops take only operands that the used results need."""
+    """Return a jaxpr to run, whose loops take only the operands that their used results need."""
     if not any(eqn.primitive in PARTIAL_EVAL_RULES for eqn in equations.all_equations(jaxpr)):
         return jaxpr
     j = _jax.open_jaxpr(jaxpr)
@@ -112,16 +111,16 @@ def _evaluated(used: list[bool], eqn: _jax.Equation) -> Any:
 
 
 def to_transpose(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
-    """Return a linear jaxpr to be transposed and run: its loops get zeros for operands never read.
+    """Return a linear jaxpr to transpose and run, whose loops get zeros for operands never read.
 
-    Branches stay as they are: a compiler was seen to fail if these have lost operands.
+    Branches stay as they are, because compilers may fail on branches that have lost operands.
     """
     if not any(eqn.primitive in READS for eqn in equations.all_equations(jaxpr)):
         return jaxpr
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
         if eqn.primitive not in READS or eqn.params["loop"].holds_custom_vjp:
-            return None  # a custom rule has a derivative by the operands alone
+            return None  # custom rules are differentiated from the operands alone
         read = READS[eqn.primitive](**eqn.params)
         pairs = zip(ins, read, strict=False)
         held = [

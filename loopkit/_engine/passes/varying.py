@@ -1,6 +1,6 @@
-"""Loops in which everything varies between the devices of `jax.shard_map`.
+"""Loops in which everything varies over the devices of `jax.shard_map`.
 
-If a step makes a value varying, its transpose sums over the devices in the loop, once a step. That
+If a step makes a value varying, its transpose sums over the devices in each step of the loop. That
 deadlocks if devices take different numbers of steps. Devices at different steps also read and write
 different rows.
 """
@@ -22,7 +22,7 @@ HOLDING = (
     *("scan", "while", "cond", "checkpoint", "remat2", "RematTraced", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"),
 )
-"""Primitives whose jaxprs apply to their operands; that of a scatter, say, combines two scalars."""
+"""Primitives whose jaxprs apply to their operands (that of a scatter combines two scalars)."""
 
 
 def varying(loop: Loop) -> Loop | Rewritten:
@@ -61,7 +61,7 @@ class _Varying:
         return value.map_jaxprs(self.inside) if loops else self.jaxpr(value)
 
     def rule(self, rule: Callable) -> Callable:
-        """Return a custom rule that varies, if it returns a jaxpr with its constants, and more."""
+        """Return a custom rule with varying results, if it returns a jaxpr and its constants."""
 
         def found(*args: jax.Array) -> Any:
             out = rule(*args)

@@ -1,11 +1,10 @@
-"""Tangents beside the results of a sweep, in one pass: `forward` and `pullback` in forward mode.
+"""Tangents of a sweep's results, in the same pass: `forward` and `pullback` in forward mode.
 
-JAX differentiates the sweep itself. What it saves has tangents too, which the sweep back reads. So
-forward over reverse takes as many steps as a gradient, each beside its tangents.
+JAX differentiates the sweep itself. Saved values have tangents too, which the backward sweep reads.
+So forward over reverse takes as many steps as a gradient, each with its tangents.
 
-If tangents are not known yet, or if the result is differentiated once more, the rule of the
-primitive computes them by `pushforward`, `pullback` and `hessian`. These know nothing of tangents
-of what is saved.
+If tangents are unknown, or if the result is differentiated again, the primitive's rule computes
+them with `pushforward`, `pullback` and `hessian`, which do not use tangents of saved values.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Along(NamedTuple):
     ) -> list:
         """Return the results of `run`, and their tangents.
 
-        `still` has more tangents, after those among the operands: the same in all directions.
+        `still` holds further tangents, which are the same in all directions.
         """
         values, tangents = parts(operands, len(operands) - sum(self.operands) + len(still))
 
@@ -65,7 +64,7 @@ class Along(NamedTuple):
     def by_others(
         self, rule: Callable[[list, list], tuple[list, list]], operands: Sequence[Any]
     ) -> list:
-        """Return the results and tangents of a rule for JVPs."""
+        """Return the results and tangents that a JVP rule computes."""
         values, tangents = parts(operands, len(self.operands))
         zeros = [_jax.float0_zero(jax.typeof(v)) for v in values]
         moved = lambda *tangents: rule(values, spread(tangents, self.operands, zeros))
@@ -84,12 +83,12 @@ class Along(NamedTuple):
 
 
 def splits(along: Along | None = None, **_: object) -> bool:
-    """Return whether a primitive with these parameters has tangents, and splits without them."""
+    """Return whether a primitive has tangents, and so splits if some operands are unknown."""
     return along is not None
 
 
 def without_tangents(eqn: _jax.Equation) -> Any:
-    """Return the equation of the results alone."""
+    """Return the equation without its tangents."""
     params = {k: v for k, v in eqn.params.items() if k != "along"}
     operands, results = map(len, eqn.params["along"][:2])
     ends = eqn.invars[:operands], eqn.outvars[:results]
@@ -97,13 +96,13 @@ def without_tangents(eqn: _jax.Equation) -> Any:
 
 
 def moving(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[bool, ...]:
-    """Return which tangents are those of numbers, and not symbolically zero."""
+    """Return which values are differentiable, with tangents that are not symbolically zero."""
     pairs = zip(map(jax.typeof, values), _jax.nonzero(tangents), strict=True)
     return tuple(has and _jax.is_differentiable(t) for t, has in pairs)
 
 
 def moved_by_forward(loop: Loop, layout: Active, operands: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return which results of `forward` have tangents if these operands have."""
+    """Return which results of `forward` have tangents if these operands do."""
 
     def found() -> tuple[bool, ...]:
         how, active = reversal(loop, layout), forward_activity(loop, loop.split(operands)[0])
@@ -120,7 +119,7 @@ def moved_by_forward(loop: Loop, layout: Active, operands: tuple[bool, ...]) -> 
 
 
 def moved_by_pullback(loop: Loop, how: Reversal, operands: Sequence[bool]) -> list[bool]:
-    """Return which cotangents have tangents if these operands of `pullback` have."""
+    """Return which cotangents have tangents if these operands of `pullback` do."""
     stacks = len(sweeps(how).stack_types)
     counts = loop.operand_count, stacks, len(how.log_types), sum(how.undone)
     values, rows, _, undone, rest = parts(operands, *counts)

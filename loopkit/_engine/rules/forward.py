@@ -15,8 +15,8 @@ forward: a loop and its checkpoints, the known half of a linearised loop.
     JVP       itself, with tangents
     splits    into itself without tangents, and `pushforward`, if the tangents are not all known
 
-The dual body is traced when the primitive is lowered or differentiated, never before. A body that
-calls a function with a custom VJP has no JVP, and still has a gradient.
+The dual body is traced only when the primitive is lowered or differentiated. So a body that calls a
+function with a custom VJP, which has no JVP, still has a gradient.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def taylor_of_dual(
 
 
 def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
-    """Evaluate partially, with the primals known: see `_jax.register_partial_eval`."""
+    """Partially evaluate `dual` with known primals: see `_jax.register_partial_eval`."""
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
     both = sweeps(reversal(loop, active))
@@ -100,7 +100,7 @@ def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
 
 
 def known_equation(eqn: _jax.Equation) -> Any:
-    """Return the primal results alone, so that jax.checkpoint saves nothing."""
+    """Return the equation of the primal results alone, so that jax.checkpoint saves nothing."""
     loop = primal_half(eqn.params["loop"], eqn.params["active"])
     operands, results = loop.primal_counts
     invars, outvars = eqn.invars[:operands], eqn.outvars[:results]
@@ -108,7 +108,7 @@ def known_equation(eqn: _jax.Equation) -> Any:
 
 
 def dce_dual(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Remove tangents that nobody uses; without tangents, the loop itself is left."""
+    """Remove unused tangents; without any, the loop itself is left."""
     loop, active = eqn.params["loop"], eqn.params["active"]
     operands, results = loop.primal_counts
     if any(used[results:]):
@@ -142,7 +142,7 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | No
         values, stacks = parts(given, loop.operand_count)
         return _swept(loop, how, run, values, stacks)
 
-    # Tangents of what is saved are written before they are read, too.
+    # Tangents of saved values are also written before they are read.
     stacks, moved = sweeps(how).blank_stacks(), sweeps(how).blank_stacks()
     moving = along.results[loop.primal_counts[1] :][: len(stacks)]
     within = along._replace(operands=(*along.operands, *moving))
@@ -151,7 +151,7 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | No
 
 
 def _with_held_predicate(loop: Loop) -> Loop:
-    """Return the loop with a predicate that is never differentiated, as a loop of lax has it."""
+    """Return the loop with a predicate that is never differentiated, as in lax."""
     if loop.cond is None:
         return loop
     predicate = _jax.call_jaxpr(loop.cond)
@@ -166,7 +166,7 @@ def _swept(
     operands: Sequence[Any],
     stacks: Sequence[Any] | None = None,
 ) -> list:
-    """Return the forward sweep of `run`, which is the loop or the part of it that is needed."""
+    """Run the forward sweep of `run`: the loop, or the part of it that is needed."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         if any(how.on_host):
             check_host_memory(loop.name)
@@ -179,7 +179,7 @@ def _swept(
 def runs_with(
     used: list[bool], *, loop: Loop, active: Active, along: Along | None = None
 ) -> tuple[list[bool], Any] | None:
-    """Leave out what neither the used results nor the residuals need.
+    """Leave out what neither the used results nor the residuals need: see `PARTIAL_EVAL_RULES`.
 
     An example is a buffer that steps only write to, if they run again.
     """
@@ -214,7 +214,7 @@ def jvp(
     if along is not None:
         by_others = ft.partial(apart, loop=loop, active=active, along=along)
         return _jax.jvp_in_moving(by_others, primals, tangents)
-    if loop.holds_custom_vjp or loop.effects:  # not all effects can be under a vmap of tangents
+    if loop.holds_custom_vjp or loop.effects:  # some effects cannot be under a vmap of tangents
         return _with_pushforward(primals, tangents, loop, active)
     flags = moving(primals, tangents)
     along = Along(flags, moved_by_forward(loop, active, flags))
@@ -223,7 +223,7 @@ def jvp(
 
 
 def apart(*operands: Any, loop: Loop, active: Active, along: Along) -> list:
-    """Return what `forward` returns, with tangents by `pushforward`, and none of what is saved."""
+    """Return what `forward` returns, with tangents from `pushforward`; saved values have none."""
     rule = ft.partial(_with_pushforward, loop=loop, active=active)
     return along.by_others(rule, operands)
 
@@ -249,7 +249,7 @@ def _with_pushforward(
 
 
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Leave out tangents that nobody uses, and what is saved: the loop, or its dual, is left."""
+    """Remove tangents if none is used; if no residual is, either, the loop itself is left."""
     loop, along = eqn.params["loop"], eqn.params.get("along")
     operands, results = loop.primal_counts
     every = [True] * len(eqn.invars)

@@ -8,7 +8,7 @@ transpose itself in u, with the two kinds of inputs exchanged: second derivative
 They do not commute where a custom rule is not the derivative of its function, as in a surrogate
 gradient. So for loops with custom JVPs the transpose is `of_pullback`: the derivative of
 L(theta)^T w along u. Its own transpose is d/dtheta <w, L(theta) u> again. To compute it, the loop
-stores every carry. So without a bound on the steps, a rule is taken to be the derivative.
+stores every carry. So without a bound on the steps, custom rules are assumed to be derivatives.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def second_order(
 ) -> list:
     """Return d/dtheta <w, L u> in the wanted inputs, symbolically zero where u moves nothing.
 
-    `of_pullback`, return the derivative of L^T w along u, which is the same without custom rules.
-    `cts` are the cotangents of the outputs that `given` has. `tangents`, u, has one for each input.
+    With `of_pullback`, return the derivative of L^T w along u, which is equal without custom rules.
+    `cts` are w, for the active outputs of `given`. `tangents` are u, one for each input.
     """
     of_pullback = of_pullback and _may_not_commute(loop, wanted)
     zeros = list(map(_jax.float0_zero, _jax.stack_types(loop.input_types(wanted), batch)))
@@ -112,13 +112,13 @@ def second_order(
 
 
 def _may_not_commute(loop: Loop, active: Active) -> bool:
-    """Return whether a custom rule may not be a derivative, in a loop whose carries can be kept."""
+    """Return whether a custom rule may not be a derivative, in a loop that can store carries."""
     holds = equations.holds_custom_jvp(loop.body)
     return holds and loop.length is not None and not any(reversal(loop, active).on_host)
 
 
 def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
-    """Return the wanted inputs on which the tangents of the moving ones depend."""
+    """Return the wanted inputs on which the output tangents of `moving` depend."""
     dual = dual_loop(loop.without_debug_effects(), moving).loop
 
     def beside(flags: Sequence[bool], tangents: Sequence[bool], of: bool) -> list[bool]:

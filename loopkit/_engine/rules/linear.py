@@ -6,7 +6,7 @@ pushforward: the tangents L t of a loop.
     results   tangents of the active outputs
     JVP       in t, itself; in the primals, that of D
 
-pullback: the cotangents L^T w of a loop, from what `forward` has saved.
+pullback: the cotangents L^T w of a loop, from what `forward` saved.
 
     operands  those of the loop, residuals of `forward`, cotangents of active outputs, and tangents
               of those that move (`along`)
@@ -14,16 +14,15 @@ pullback: the cotangents L^T w of a loop, from what `forward` has saved.
     JVP       itself, with tangents
     splits    into itself in w, and `hessian` in the primals, if the tangents are not all known
 
-Only the transpose reads the residuals. A pushforward that runs is D, which needs none. `batch` is
-None or the size of a leading axis of tangents or cotangents that the primals lack: the trajectory
-is replayed once for all of them. If a primitive is `transpose_only`, operands that the pullback
-does not read are zeros: the pushforward is not run, and the pullback is differentiated with what
-was saved or not at all.
+A pushforward runs as D, and only its transpose reads the residuals. `batch` is None or the size of
+a leading axis of tangents or cotangents that the primals lack: the trajectory is replayed once for
+all of them. In a `transpose_only` primitive, operands that the pullback does not read are zeros.
+Such a pushforward cannot run, and such a pullback can be differentiated only with the tangents of
+what was saved.
 
-No cotangent (or tangent) is not the same as a cotangent of zeros. Results that only zeros reach are
+A missing cotangent (or tangent) is not a cotangent of zeros. Results that only zeros reach are
 symbolic zeros, and what reaches no used result is left out. `unused_init` flags carry leaves whose
-initial value needs no cotangent, such as a buffer that starts with zeros; the cotangent is then
-zeros.
+initial value needs no cotangent, such as a buffer that starts with zeros; their cotangent is zeros.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Linear:
         return types, loop.without_debug_effects().effects
 
     def of(self, known: Sequence[Any], values: Sequence[Any], params: dict[str, Any]) -> list:
-        """Return the map of values of which some are symbolically zero."""
+        """Apply the map to values, of which some may be symbolically zero."""
         active = params["active"]
         live = self.reached(params["loop"], active, _jax.nonzero(values))
         zeros = list(map(_jax.float0_zero, self.types(**params)[0]))
@@ -107,7 +106,7 @@ class Linear:
 
 
 def linear_params(loop: Loop, layout: Active, active: Active) -> dict[str, Any]:
-    """Return the parameters of a `pushforward` from what a loop has saved for some leaves."""
+    """Return the parameters of a `pushforward`, whose residuals were saved for `layout`."""
     params = {"loop": loop, "layout": layout, "active": active}
     return {**params, "batch": None, "transpose_only": False}
 
@@ -171,7 +170,7 @@ def transpose_pushforward(
     cts = [_jax.instantiate(c) for c in kept(cts, reaching)]
     if not any(live.inputs):
         return _jax.asked_for(zeros, operands)
-    # A known tangent is zero, and nobody wants its cotangent.
+    # A known tangent is zero, and its cotangent is not needed.
     flags = [_jax.is_undefined(v) for v in linear]
     flags = spread(flags, active.inputs, [False] * len(active.inputs))
     _, wanted, _ = parts(flags, loop.const_count, loop.carry_count)
@@ -235,7 +234,7 @@ def evaluate_pullback(
 
 
 def _unused_results(active: Active, unused_init: Sequence[bool]) -> list[bool]:
-    """Return which results are cotangents that nobody wants."""
+    """Return which results are unused cotangents of the initial carry."""
     flags = [*[False] * len(active.consts), *unused_init, *[False] * len(active.xs)]
     return kept(flags, active.inputs)
 
@@ -260,7 +259,7 @@ def jvp_of_pullback(
 
 
 def _lacks_tangents(flags: tuple[bool, ...], loop: Loop, layout: Active, **_: object) -> bool:
-    """Return whether `forward` may have left out tangents of what it saved, as if they were zero.
+    """Return whether tangents of saved values may be missing, though they are not zero.
 
     They may be zero: what an inlined loop saves has fewer tangents than `moved_by_forward` says.
     """
@@ -278,7 +277,7 @@ def _moved(flags: tuple[bool, ...], **params: Any) -> tuple[bool, ...]:
 
 
 def pullback_apart(*operands: Any, along: Along, **params: Any) -> list:
-    """Return what `pullback` returns, with tangents by `pullback` and `hessian`."""
+    """Return what `pullback` returns, with tangents from `pullback` and `hessian`."""
     return along.by_others(ft.partial(_with_hessian, **params), operands)
 
 
@@ -316,7 +315,7 @@ def transpose_pullback(cts: Sequence[Any], *operands: Any, **params: Any) -> lis
 
 
 def dce_pullback(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Leave out cotangents that reach none of the used results, and tangents that nobody uses."""
+    """Remove the cotangents that reach no used result, and tangents if all are unused."""
     along = eqn.params.get("along")
     if along is None:
         return BACKWARD.dce(used, eqn)

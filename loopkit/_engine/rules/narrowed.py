@@ -1,13 +1,13 @@
 """vmap of the derivatives of a loop whose lanes narrow as they stop.
 
-`forward` has no place for what the phases save, because its layout is that of one lane at a time.
-So it saves nothing but the steps taken. The linear primitives become one primitive, which is the
-derivative of all phases, and runs them again from the operands.
+`forward` has no room for what the phases save, because its layout is that of a single lane. So it
+saves only the number of steps taken. The linear primitives become one primitive, which is the
+derivative of all phases and runs them again from the operands.
 
     operands  those of the loop of all lanes, then those of the primitive `of` that are linear
     results   those of that primitive
     JVP       that of its evaluation; so is the transpose, in the linear operands
-    vmap      lanes of another axis join those that there are
+    vmap      lanes of another axis join the existing ones
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from loopkit._engine.sweeps import sweeps
 
 
 def lanes_of(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> ManyLanes | None:
-    """Return the lanes of a loop that is differentiated in each of them, if they narrow."""
+    """Return the lanes of a loop to differentiate, if they narrow."""
     if loop.has_impure_callback or loop.holds_custom_vjp:
         return None  # it must not run again, or its rule reads saved values
     if loop.lane_policy is None:
@@ -91,7 +91,7 @@ def linear_lanes(
 
 
 def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
-    """Raise if zeros were saved, and are read.
+    """Raise if zeros were saved in place of values that are read.
 
     `saved` has the lane axis of each saved value, and `places` the axis that it should have.
     """
@@ -171,7 +171,7 @@ def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
 
 
 def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-    """Join lanes of another axis with those that there are, if they narrow together."""
+    """Join the lanes of another axis with the existing ones, if they narrow together."""
     lane, count = params["loop"].lane, params["loop"].operand_count
     new = join(lane, axis, dims[:count])
     if new is None:

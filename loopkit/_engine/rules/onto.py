@@ -1,10 +1,10 @@
-"""A `pullback` that adds cotangents to what was there before, slice by slice.
+"""A `pullback` that adds cotangents to existing arrays, slice by slice.
 
     operands  arrays that results are added to (`onto` flags these results), those of `pullback`
     results   those of `pullback`, with the arrays added
 
-The transpose of `pushforward` binds it if cotangents go into references. For all but running it, it
-is a `pullback` and sums.
+The transpose of `pushforward` binds it if cotangents go into references. All its rules except
+evaluation treat it as a `pullback` followed by sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The cotangents of a loop as two loops: one that stores every carry, and one that goes back.
+"""The cotangents of a loop from two loops: one stores every carry, and one runs backward.
 
 They compute what `pullback` computes, and are differentiated like any loop. A function with a
-custom VJP needs this. Its rule is code of its own, which may not be linear in anything, and the
-next derivative is the derivative of that code. Memory grows with the length.
+custom VJP needs this: its rule is arbitrary code, which may not be linear, and the next derivative
+is the derivative of that code. Memory grows with the length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loopkit._engine.sweeps.step import StepReversal, zero_cotangents
 def stored_pullback(loop: Loop, active: Active, batch: int | None, operands: Sequence[Any]) -> list:
     """Return the cotangents of the active inputs.
 
-    `operands` has those of the loop, the steps taken, and cotangents of the active outputs.
+    `operands` are those of the loop, the steps taken, and cotangents of the active outputs.
     """
     if loop.length is None:
         expected = (
@@ -115,7 +115,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
 
 
 def _carries(loop: Loop, saved: Sequence[bool], primals: Sequence[Any]) -> list:
-    """Return the saved carry leaves before every step, in rows."""
+    """Return the saved carry leaves before every step, stacked."""
     step = _jax.call_jaxpr(loop.body)
 
     def storing(*values: jax.Array) -> list:

@@ -1,8 +1,8 @@
-"""vmap of a loop: one function for all six primitives.
+"""The vmap rules of the six primitives.
 
 A batch axis that only tangents or cotangents have becomes the primitive's `batch` parameter, so
 that the trajectory is computed once for all of them. Any other batch axis goes into the loop itself
-(batched_loop.py), and the same primitive is bound on the batched loop.
+(lanes/batched_loop.py), and the same primitive is bound on the batched loop.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _laid_out(loop: Loop, axis: _jax.AxisData, batched: Batched, layout: Active)
 
 
 def _residual_axes(loop: Loop, batched: Batched, layout: Active) -> list:
-    """Return the place of the new axis in each residual."""
+    """Return the position of the new axis in each residual."""
     both = sweeps(reversal(loop, layout))
     return both.residual_axes(reversal(batched.loop, layout), batched.axes.init)
 
@@ -138,12 +138,12 @@ def _batch_pullback(
 
 
 def _same(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> bool:
-    """Return whether operands are the same all along an axis, and steps do not ask for it."""
+    """Return whether no operand varies along an axis, and no step uses its name."""
     return all(d is None for d in dims) and axis.name not in loop.axis_names
 
 
 def _leaves(loop: Loop, along: Along, leaves: Active | None) -> Active:
-    """Return the leaves that get an axis along which tangents differ: those with a tangent, too."""
+    """Return the leaves that get the new axis: `leaves`, and those with a tangent."""
     _, consts, carry, xs = loop.split(along.operands[: loop.operand_count])[0]
     moving = Active(tuple(consts), tuple(carry), tuple(xs), (False,) * loop.ys_count)
     return moving if leaves is None else either(moving, leaves)
@@ -177,9 +177,9 @@ def _in_one_batch(
     batch: int | None,
     without: int = 0,
 ) -> list:
-    """Return the results of `bind(values, size)` for a batch that an axis makes, or joins.
+    """Return the results of `bind(values, size)` for a batch that an axis forms, or joins.
 
-    `pairs` are values and the places of the axis. The first results are `without` a batch.
+    `pairs` are values and the positions of the axis. The first `without` results have no batch.
     """
     size, over = axis.size, axis.explicit_mesh_axis
     values = [_jax.move(v, d, 0, size, over) for v, d in pairs]
@@ -216,9 +216,9 @@ def _along_batched(
 def _batched_for(
     loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], leaves: Active | None, layout: Active
 ) -> Batched:
-    """Return a batched loop of its own for the derivative primitives, with the layout of `loop`.
+    """Return a separate batched loop for the derivative primitives, with the layout of `loop`.
 
-    `dims` has the place of the axis in the operands. All of `leaves`, if given, get the axis.
+    `dims` has the position of the axis in each operand. All of `leaves`, if given, get the axis.
     """
     places = loop.split(dims)[0]
     flags, ys = Operands(*([d is not None for d in p] for p in places)), None
@@ -249,11 +249,11 @@ def _varying(
 
 
 def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
-    """Return the rule for a primitive with linear operands.
+    """Return the batching rule of a primitive with linear operands.
 
-    `ins` and `outs` say, for its linear operands and its results, whether they belong to the active
-    "inputs" or the active "outputs" of the loop. Operands belong to those of `moving`, if there is
-    such a parameter.
+    `ins` and `outs` say whether its linear operands and its results belong to the active "inputs"
+    or the active "outputs" of the loop. Linear operands belong to those of `moving`, if the
+    primitive has that parameter.
     """
 
     def rule(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
@@ -285,13 +285,13 @@ def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
             pairs = zip(residual_dims, places, strict=True)
             apart = any(d is not None and p is None for d, p in pairs)
             if apart and params["transpose_only"]:
-                # What was saved depends on operands that are missing: these vary, too.
+                # What was saved depends on operands that are missing: give these the axis, too.
                 read = reversal(loop, layout, active).reads
                 values, value_dims = _varying(loop, read, values, value_dims, size)
                 places = [*value_dims, *residual_dims, *linear_dims]
                 return rule(axis, [*values, *residuals, *linear], places, **params)
             if apart:
-                # Lanes that ran one at a time saved elsewhere: run them again, together.
+                # Lanes that ran one at a time saved in another layout: run them again, together.
                 fresh = _batch_forward(axis, values, value_dims, loop=loop, active=layout)
                 residuals, residual_dims = (found[loop.primal_counts[1] :] for found in fresh)
             triples = zip(residuals, residual_dims, places, strict=True)

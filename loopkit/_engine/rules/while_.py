@@ -1,10 +1,13 @@
 """while: the results of a loop.
 
-operands cond_consts, consts, init, xs results carry, ys JVP one `dual`, in the leaves that turn out
-to be active transpose of a loop that is linear in some operands: a pullback, at zero
+    operands   cond_consts, consts, init, xs
+    results    carry, ys
+    JVP        one `dual`, in the leaves that turn out to be active
+    transpose  of a loop that is linear in some operands: a pullback, at zero
 
-`evaluated` is here, too: the equations of a loop, or of its derivative, as a jaxpr. It has no
-derivative, because it is made where nobody asks for one any more.
+This module also defines `evaluated`: the equations of a loop, or of its derivative, as a jaxpr. Its
+JVP is that of the equations. It has no transpose, because it is made where no gradient is taken any
+more.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
 
 
 def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
-    """Transpose a loop over tangents, such as one in a rule for custom derivatives."""
+    """Transpose a loop over tangents, such as one in a custom derivative rule."""
     quiet = loop.without_debug_effects()
     unknown = [_jax.is_undefined(v) for v in operands]
     reached = _jax.nonzero(cts)
@@ -73,7 +76,7 @@ def transpose(cts: Sequence[Any], *operands: Any, loop: Loop) -> list:
 
 
 def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
-    """Find the part that does not depend on unknown operands: a rule may loop over both halves."""
+    """Find the part that needs no unknown operands: a custom rule may loop over both halves."""
     flags = loop.split(unknown)[0]
 
     def reached(carry: list[bool]) -> list[list[bool]]:
@@ -85,7 +88,7 @@ def known_part(unknown: list[bool], loop: Loop) -> tuple | None:
         return None
     pruned = prune(loop.without_debug_effects(), [not u for u in (*carry, *ys)])
     if any(pruned.map_operands(unknown)):
-        return None  # the predicate is not known
+        return None  # the predicate is unknown
     return pruned.operands, pruned.results, {"loop": pruned.loop}
 
 

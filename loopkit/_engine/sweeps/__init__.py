@@ -1,4 +1,4 @@
-"""The forward and the backward sweep of a loop under differentiation: a class for each strategy."""
+"""The forward and backward sweeps of a differentiated loop: a class for each strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRATEGIES: dict[str, type[Sweep]] = {
 
 
 def sweeps(how: Reversal) -> Sweep:
-    """Return the sweeps of a plan, on the device at hand."""
+    """Return the sweeps of a plan for the current device."""
     if how.plan.strategy == "schedule" and _jax.host_waits.value:
         return InSegments(how.for_waiting_hosts())
     return (LastSegments if how.plan.keeps_last else STRATEGIES[how.plan.strategy])(how)

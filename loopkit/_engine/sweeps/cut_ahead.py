@@ -1,7 +1,7 @@
-"""Cut slices out of constants once, before the forward sweep, and not in each of its steps.
+"""Slice constants once, before the forward sweep, and not in each of its steps.
 
-A product of matrices reads whole arrays, and compilers leave its operands' slices in the loop,
-where each step copies them. The sweep back reads constants whole, because their cotangents are
+A matrix product reads whole arrays, and compilers leave the slices of its operands in the loop,
+where each step copies them. The backward sweep reads whole constants, because their cotangents are
 sums over whole arrays.
 """
 
@@ -24,7 +24,7 @@ def cut_ahead(
     forward: _jax.Jaxpr, loop: Loop, operands: Operands
 ) -> tuple[_jax.Jaxpr, Loop, Operands]:
     """Return the forward half of a step, the loop and its operands, with slices as constants."""
-    if loop.lanes:  # constants may have their axes
+    if loop.lanes:  # constants may have lane axes
         return forward, loop, operands
     steps = [_jax.open_jaxpr(j) for j in (forward, loop.body)]
     found = [_cut_out(j, loop.const_count) for j in steps]
@@ -44,7 +44,7 @@ def cut_ahead(
 
 
 def _cut_out(j: _jax.OpenJaxpr, count: int) -> tuple[list, list]:
-    """Return the equations that cut constants, and their results that are read whole."""
+    """Return the equations that slice constants, and those of their results that are read whole."""
     consts, cut, eqns, read = set(j.invars[:count]), set(), [], []
     for eqn in j.eqns:
         name, values = eqn.primitive.name, equations.variables(eqn)
@@ -58,7 +58,7 @@ def _cut_out(j: _jax.OpenJaxpr, count: int) -> tuple[list, list]:
 
 
 def _given(j: _jax.OpenJaxpr, count: int, slices: Sequence[Any], own: set) -> _jax.Jaxpr:
-    """Return the step with slices after its constants; it reads its own."""
+    """Return the step with `slices` as further constants, of which it reads its `own`."""
     more = [v if v in own else _jax.like(v) for v in slices]
     eqns = [eqn for eqn in j.eqns if own.isdisjoint(eqn.outvars)]
     inputs = [*j.invars[:count], *more, *j.invars[count:]]

@@ -1,6 +1,6 @@
 """Sweeps that save the residuals or the carry of every step.
 
-Going back over residuals, nothing is computed again. From its carry, each step runs once more.
+From residuals, the backward sweep recomputes nothing. From carries, each step runs once more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loopkit._jaxprs.kernels import rows_at_a_time
 class EveryResidual(Sweep):
     @property
     def part(self) -> int:
-        """The steps whose rows are written and read at a time, or 0 if all are."""
+        """The number of steps whose rows are copied together; 0 without copies."""
         how, types = self.how, self.how.row_types
         if how.loop.cond is not None or any(how.on_host) or any(map(_jax.is_spread, types)):
             return 0
@@ -63,7 +63,7 @@ class EveryResidual(Sweep):
 
 
 def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
-    """Return the axis of the batched loop in stacks of rows."""
+    """Return the axis that the batched loop adds to each stack of rows."""
     return [1 if f else None for f in how.drop_counters(batched.split.stored_batched)]
 
 
@@ -76,15 +76,15 @@ def record(
     first: int,
     length: int,
 ) -> Saving:
-    """Run `count` steps, and write the residuals of step `first` to the first row.
+    """Run `count` steps from step `first` on, and write their residuals from the first row on.
 
-    With a length, the rows of so many steps are written to small arrays, and copied from there.
+    With a `length`, steps write to small arrays of that many rows, which are then copied.
     """
     if not length or _jax.for_accelerators():
         return _record(recorded(sweep, loop, operands, first), loop, count, state)
     how, (_, rows) = sweep.how, state
     total, types = _length_of(rows, length), _jax.stack_types(how.row_types, length)
-    zero = how.products is not None  # which read the rows of steps that were not taken, too
+    zero = how.products is not None  # which also read the rows of steps not taken
     empty = list(map(_jax.zeros if zero else _jax.blank, types))
 
     def run_one(part: _jax.Whole, s: tuple) -> tuple:
@@ -108,7 +108,7 @@ def record(
 
 
 def _length_of(stacks: list, default: int) -> int:
-    """Return the number of rows, or another if nothing is stored."""
+    """Return the number of rows, or `default` if nothing is stored."""
     return stacks[0].shape[0] if stacks else default
 
 
@@ -118,7 +118,7 @@ def _record(step: Callable, loop: Loop, count: _jax.Whole, state: Saving) -> Sav
 
 
 def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 0) -> Callable:
-    """Return the function that goes back over so many steps, whose rows it copies out first.
+    """Return a function that reverses up to `length` steps, whose rows it copies out first.
 
     Each part sums its deferred products once.
     """
@@ -138,7 +138,7 @@ def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 
 
 
 def recorded(sweep: Sweep, loop: Loop, operands: Operands, first: _jax.Whole = 0) -> Callable:
-    """Return the function that takes a step, and writes its residuals, from step `first` on."""
+    """Return a function that takes a step and writes its residuals; step `first` writes row 0."""
     how, half = sweep.how, sweep.half or sweep.how.split.forward
     safe: Any = EveryInput(operands.consts)
     if loop.lanes:
@@ -180,7 +180,7 @@ class EveryCarry(Sweep):
     def blank_stacks(self, after: Any = 0) -> list:
         if self.how.plan.segment == 1 or self.how.plan.host:
             return super().blank_stacks(after)
-        # Deferred products read rows a segment at a time.
+        # Deferred products read whole segments, and so the rows of steps not taken.
         return [_jax.zeros_after(t, after) for t in self.stack_types]
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
@@ -205,7 +205,7 @@ class EveryCarry(Sweep):
         def reverse_one(first: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
             slices = (lax.dynamic_slice_in_dim(v, first, length) for v in s.stacks)
             rows = list(map(_jax.placed, slices))
-            if self.how.plan.host:  # filling them there would go through the device's memory
+            if self.how.plan.host:  # filling host memory would go through the device's memory
                 taken = jnp.arange(length, dtype=jnp.int32) < count
                 rows = stepping.select(taken, rows, list(map(jnp.zeros_like, rows)))
             cts, buffers = step.reverse_segment(first, count, rows, s.cts, s.buffers)

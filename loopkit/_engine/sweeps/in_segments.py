@@ -1,12 +1,12 @@
 """A schedule for a host that waits in each iteration of a loop of unknown length.
 
-Runs and climbs go a segment of known length at a time. If that costs less than a wait, the current
-slot is written over itself wherever nothing is saved. Then a run of known length does not wait at
-all, and a climb is one loop that waits once for each segment. Otherwise a loop over segments ends
-at each save. Longer segments may be worth their cost; their rows lie in slots that a shorter
-schedule leaves free (`for_waiting_hosts`). Inside the sweeps, segments are numbered by the current
-plan. Between the sweeps, they are numbered by the plan that laid out the slots: a gradient may go
-on where hosts do not wait, and the other way around.
+Runs, and climbs from a checkpoint to the segment to reverse, advance one segment of known length at
+a time. Where nothing is saved, the current slot is rewritten with its own value, if that costs less
+than a wait. Then a run of known length never waits, and a climb is one loop that waits once per
+segment. Otherwise, a loop over segments ends at each save. Longer segments may be worth their cost:
+their rows lie in slots that their shorter schedule leaves free (`for_waiting_hosts`). Inside the
+sweeps, segments are numbered by the current plan, but between the sweeps by the plan that laid out
+the slots, because hosts may wait in one sweep and not in the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loopkit._engine.sweeps.strategy import Backward, Saving, reverse_segments
 from loopkit.schedules.online import NEVER
 
 Climb = tuple[list, Any, Any, list, Any]
-"""The current carry, its segment, where to save next, the slots, and their segments."""
+"""The current carry, its segment, the segment to save next, the slots, and their segments."""
 
 
 class InSegments(Scheduled):
@@ -63,7 +63,7 @@ class InSegments(Scheduled):
         return segment, slot
 
     def run_in_passing(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """Run a known number of steps, in a loop over all segments."""
+        """Run a known number of steps, in one loop over all segments."""
         whole, rest, saves = self.cut(loop)
 
         def take_next(
@@ -76,14 +76,14 @@ class InSegments(Scheduled):
             return take(loop, operands, count, steps), stacks
 
         state = repeat(whole, take_next, state)
-        # If the compiler knew this choice, it would make a copy of all slots.
+        # If the compiler knew this number, it would copy all slots.
         state = (
             take_next(lax.optimization_barrier(jnp.int32(whole)), state, rest) if rest else state
         )
         return *state, self.schedule.held(len(saves))
 
     def run_between_saves(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """Run a known number of steps, in a loop over saves of loops over segments."""
+        """Run a known number of steps, in a loop over saves, each with a loop over segments."""
         whole, rest, saves = self.cut(loop)
         length = self.how.plan.segment
 
@@ -104,7 +104,7 @@ class InSegments(Scheduled):
 
     @property
     def wider(self) -> int:
-        """The number of segments of the layout in one segment of the plan."""
+        """The number of segments of the layout plan in one segment of the current plan."""
         return self.how.plan.segment // self.layout_plan.segment
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
@@ -112,7 +112,7 @@ class InSegments(Scheduled):
         segments = lax.optimization_barrier(s.segments)
         if self.how.layout_plan is None:
             return super().reverse(step, steps, s._replace(segments=segments))
-        # What was saved elsewhere may lie between these segments, or where their rows will be.
+        # Carries saved by the layout plan may start between these segments, or lie where rows will.
         segments = segments[: self.how.plan.slots]
         fits = (segments != NEVER) & (segments % self.wider == 0)
         segments = jnp.where(fits, lax.div(segments, jnp.int32(self.wider)), NEVER)
@@ -155,7 +155,7 @@ class InSegments(Scheduled):
     def climb_in_passing(
         self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
-        """Climb in a loop over all segments."""
+        """Climb in one loop over all segments."""
         target, schedule = s.segment, self.schedule
 
         def advance(climb: Climb) -> Climb:

@@ -1,7 +1,7 @@
-"""Sweeps that store the residuals of the last segments, and the carry at the start of each other.
+"""Sweeps that store the residuals of the last segments, and only a carry for each earlier one.
 
-Going back, the rows of one of the last segments after another are copied out and reversed. Then the
-memory of the copy holds the rows of each segment that runs again.
+The backward sweep copies out and reverses the stored rows, one segment at a time. Then the memory
+of the copy holds the rows of each segment that runs again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LastSegments(EverySegment):
         return [*super().stack_axes(batched, carry), *row_axes(self.how, batched)]
 
     def blank_stacks(self, after: Any = 0) -> list:
-        # Deferred products read whole segments, with steps that were not taken.
+        # Deferred products read whole segments, including steps not taken.
         zero = self.how.products is not None and (self.how.plan.bound or 0) % self.how.plan.segment
         if not zero:
             return super().blank_stacks(after)

@@ -1,7 +1,7 @@
-"""Sweeps that save carries at the starts of segments: of all, or of some that a schedule chooses.
+"""Sweeps that save the carry at the start of every segment, or of those that a schedule chooses.
 
-Going back, a segment runs again from its own carry. With a schedule, the sweep reaches the segment
-from the last checkpoint before it, and saves more on the way if slots are free.
+The backward sweep runs each segment again from its own carry. With a schedule, it reaches the
+segment from the last checkpoint before it, and saves more carries on the way if slots are free.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from loopkit._plans.planner import RECORDED
 from loopkit.schedules.online import NEVER
 
 LARGE_CARRY = 1 << 23
-"""The bytes of a carry that take less time to write than a wait of the host."""
+"""The most bytes of a carry that take less time to write than a wait of the host."""
 
 
 def writes_in_passing(plan: Plan) -> bool:
-    """Return whether a slot is written over itself, if nothing is saved, to avoid one more wait.
+    """Return whether a slot is rewritten with its own value if nothing is saved, to avoid a wait.
 
-    A slot in the host's memory is not, and neither is a large one.
+    Slots in the host's memory and large slots are not rewritten.
     """
     return not plan.host and plan.step.carry_bytes <= LARGE_CARRY
 
@@ -78,9 +78,9 @@ class EverySegment(Sweep):
         return lax.while_loop(another, take_next, state)
 
     def run_flat(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """Run in one loop, whose predicate a host reads once a step; also count the saves.
+        """Run in one loop, whose predicate the host reads once per iteration; also count the saves.
 
-        A step that saves nothing writes a slot over itself.
+        A step that saves nothing rewrites a slot with its own value.
         """
         length = jnp.int32(self.how.plan.segment)
 
@@ -100,7 +100,7 @@ class EverySegment(Sweep):
         return steps, slots, number
 
     def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:
-        """Return the segment whose start is saved after `number` others, and its slot."""
+        """Return the segment whose starting carry is saved after `number` others, and its slot."""
         return number, number
 
     def save_if(self, due: jax.Array, slots: list, carry: list, slot: _jax.Whole) -> list:
@@ -119,7 +119,7 @@ class EverySegment(Sweep):
         slot: _jax.Whole,
         segments: _jax.Whole = 1,
     ) -> Saving:
-        """Save the carry, and run so many segments."""
+        """Save the carry in `slot`, and run the given number of segments."""
         slots = self.save(slots, kept(steps.carry, self.how.slotted), slot)
         stop = steps.count + segments * self.how.plan.segment
         if loop.length is not None:
@@ -130,30 +130,30 @@ class EverySegment(Sweep):
         reverse_one, length = self.reversal(step), self.how.plan.segment
         last = stepping.quotient(steps + (length - 1), length) - 1
         s = s._replace(rows=self.rows(step), ahead=self.load_ahead(step.operands, s.stacks, last))
-        # If no step is taken, a segment of one step would be reversed all the same, and products of
-        # rows that were never written would be wrong.
+        # If no step was taken, a segment of one step would still be reversed, and products of rows
+        # that were never written would be wrong.
         may_be_empty = not isinstance(steps, int) and (length == 1 or step.products is not None)
         if self.how.plan.segments == 1 and not may_be_empty:
             return reverse_one(0, steps, s._replace(segment=jnp.int32(0))).cts
         return reverse_segments(reverse_one, length, steps, s).cts
 
     def reversal(self, step: StepReversal) -> Callable:
-        """Return the function that goes back over a segment: `reverse(first, count, state)`."""
+        """Return the function that reverses a segment: `reverse(first, count, state)`."""
         return in_parts(step, self.how.plan.segment, self.reverse_segment)
 
     def rows(self, step: StepReversal) -> list:
-        """Return arrays for the rows of a segment."""
+        """Return arrays to hold the rows of a segment."""
         plan = self.how.plan
         stored = self.how.row_types if plan.segment > 1 or plan.keeps_last else []
         types = _jax.stack_types(stored, plan.segment)
-        # Deferred products read whole segments, with steps that were not taken.
+        # Deferred products read whole segments, including steps not taken.
         made = _jax.blank if step.products is None else _jax.zeros_after
         return [made(t, step.after) for t in types]
 
     def reverse_segment(
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> Backward:
-        """Go back over the segment of `count` steps that begins with step `first`."""
+        """Reverse the segment of `count` steps that begins with step `first`."""
         if self.how.plan.segment == 1:
             carry, s = self.reach(step, first, first + count, s)
             cts, buffers = step.reverse_carry(first, carry, s.cts)
@@ -181,16 +181,16 @@ class EverySegment(Sweep):
     def loaded(
         self, step: StepReversal, slot: _jax.Whole, first: _jax.Whole, end: _jax.Whole, s: Backward
     ) -> list:
-        """Return the carry before step `first`, from a slot, and from buffers at step `end`."""
+        """Return the carry before step `first`, from a slot and the buffers at step `end`."""
         held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
         counts = self.how.counts(step.operands, first, step.taken)
         return self.how.merge_saved(counts, held, before)
 
     def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
-        """Return the slots, with a carry in one of them.
+        """Return the slots, with `carry` written to one of them.
 
-        If the first slot has no memory, its carry goes to the next, which is overwritten later.
+        If the first slot has no memory, its carry goes to the next slot and is overwritten later.
         """
         plan = self.layout_plan
         if not plan.rows:
@@ -198,7 +198,7 @@ class EverySegment(Sweep):
         return stepping.write_rows(slots, self.leaving(list(carry), slot), slot - plan.spared)
 
     def load_ahead(self, operands: Operands, slots: list, slot: _jax.Whole) -> list:
-        """Load the carry of the segment before, if that saves time; else return nothing."""
+        """Return the carry in a slot, if loading it early saves time; else return nothing."""
         slot = jnp.maximum(slot, 0)
         return self.load(operands, slots, slot) if self.how.plan.host else []
 
@@ -215,7 +215,7 @@ class EverySegment(Sweep):
 
 class Scheduled(EverySegment):
     def reversal(self, step: StepReversal) -> Callable:
-        return ft.partial(self.reverse_segment, step)  # which runs steps of other segments, too
+        return ft.partial(self.reverse_segment, step)  # which also runs steps of other segments
 
     @property
     def segment_count(self) -> int:
@@ -258,14 +258,14 @@ class Scheduled(EverySegment):
         return carry, s._replace(stacks=stacks, segments=segments)
 
     def nearest(self, step: StepReversal, end: _jax.Whole, s: Backward) -> tuple[list, Any]:
-        """Return the last checkpoint before a segment that ends at step `end`, and its segment."""
+        """Return the last checkpoint up to the segment that ends at step `end`, and its segment."""
         slot, segment = tables.latest(s.segments, s.segment)
         return self.loaded(step, slot, segment * self.how.plan.segment, end, s), segment
 
     def climb(
         self, step: StepReversal, carry: list, segment: _jax.Whole, s: Backward
     ) -> tuple[list, list, Any]:
-        """Advance from `segment` to that of `s`, and save on the way.
+        """Advance from `segment` to `s.segment`, and save carries on the way.
 
         Return the carry there, the slots, and their segments.
         """
@@ -286,7 +286,7 @@ class Scheduled(EverySegment):
         self, step: StepReversal, first: _jax.Whole, count: _jax.Whole, s: Backward
     ) -> tuple[list, Backward]:
         if not self.records_on_the_way or step.products is not None:
-            return super().replayed(step, first, count, s)  # products read rows not taken, too
+            return super().replayed(step, first, count, s)  # products also read rows past `count`
         target, length = s.segment, self.how.plan.segment
 
         def advance(climb: tuple[list, Any, list, Any, list]) -> tuple[list, Any, list, Any, list]:
@@ -306,10 +306,10 @@ class Scheduled(EverySegment):
 
     @property
     def records_on_the_way(self) -> bool:
-        """Whether steps that lead to a segment also store rows, which are overwritten.
+        """Whether steps on the way to a segment also store rows, which are overwritten.
 
-        These steps and those of the segment are then one loop, and the step is compiled once less.
-        If rows are small, and there are many slots, few steps are concerned.
+        Then these steps and those of the segment run in one loop, which saves compiling the step
+        once more. With small rows and many slots, this costs little.
         """
         plan = self.how.plan
         small = plan.step.residual_bytes <= RECORDED
@@ -326,10 +326,10 @@ class Scheduled(EverySegment):
     def saved(
         self, slot: _jax.Whole, carry: list, segment: _jax.Whole, stacks: list, segments: jax.Array
     ) -> tuple[list, Any]:
-        """Return slots and their segments, with the carry at a start; unchanged if `slot` < 0."""
+        """Return the slots and their segments, with `carry` in `slot`; unchanged if `slot` < 0."""
         how, save = self.how, slot >= 0
         if how.plan.rows:
-            # Without a free slot, a row is written over itself.
+            # Without a free slot, some slot is rewritten with its own value.
             place = jnp.maximum(slot, 0)
             old = stepping.read_rows(stacks, place - how.plan.spared)
             pairs = zip(how.split_saved(carry)[0], old, strict=True)
@@ -339,6 +339,6 @@ class Scheduled(EverySegment):
     def advance_segments(
         self, step: StepReversal, segment: _jax.Whole, run: _jax.Whole, carry: list
     ) -> list:
-        """Advance so many segments, from the carry at the start of the first."""
+        """Advance `run` segments from the carry at the start of `segment`."""
         length = self.how.plan.segment
         return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)

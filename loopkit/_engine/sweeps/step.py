@@ -22,7 +22,7 @@ from loopkit._engine.sweeps.window import Window
 from loopkit._jaxprs.products import with_merged_axes
 
 SMALL_ROW = 1024
-"""The bytes of a row up to which it is copied out once, rather than sliced in each kernel."""
+"""The most bytes of a row that is copied out once, rather than sliced in each kernel."""
 
 
 class Cotangents(NamedTuple):
@@ -40,7 +40,7 @@ class Cotangents(NamedTuple):
     """The bar, if the loop shows its progress."""
 
     def after(self, loop: Loop, count: _jax.Whole) -> Cotangents:
-        """Return the state after so many more steps."""
+        """Return the cotangents with `count` more steps shown on the bar, if there is one."""
         if self.bar is None:
             return self
         return self._replace(bar=progress.after(loop, self.bar, count, backward=True))
@@ -57,7 +57,7 @@ def zero_cotangents(types: Sequence[Any], batch: int | None) -> list:
 
 
 class StepReversal:
-    """Replay and reverse steps, with the values that all of them read."""
+    """How steps are replayed and reversed, with the values that all of them read."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class StepReversal:
         adds: Sequence[bool] = (),
         after: Any = 0,
     ):
-        """Prepare for the sweep of a plan or, without a log of writes, for single steps.
+        """Prepare for the backward sweep of a plan or, without a `log`, for single steps.
 
         `taken` is the number of steps that each lane took. `adds` flags active xs whose cotangents
-        are added to rows, and do not replace them; by default, none. The memory for the rows of
-        steps is taken when there is `after`.
+        are added to existing rows (by default, none). The memory for the rows of steps is allocated
+        once `after` is computed.
         """
         self.after = after
         self.how, self.operands, self.taken, self.batch = how, operands, taken, batch
@@ -100,7 +100,7 @@ class StepReversal:
         self.backward = with_merged_axes(self.backward)
 
     def seeing(self, window: Window) -> StepReversal:
-        """Return the reversal of steps that see only some rows of xs, and of cotangents of ys."""
+        """Return a copy that sees only a window of the xs, and of the cotangents of the ys."""
         seen = copy.copy(self)
         xs = window.read(self.operands.xs, self.how.loop.x_axes)
         seen.operands, seen.window = self.operands._replace(xs=xs), window
@@ -127,7 +127,7 @@ class StepReversal:
         return read_rows(xs, self.row(step), self.how.loop.x_axes) if xs else []
 
     def rewind(self, first: _jax.Whole, count: _jax.Whole, buffers: list) -> list:
-        """Return the buffers before step `first`, from those `count` steps later, or fewer."""
+        """Return the buffers before step `first`, from those at most `count` steps later."""
         loop, undo = self.how.loop, self.how.undo
         if undo is None:
             return buffers
@@ -135,11 +135,11 @@ class StepReversal:
         return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
 
     def running(self, step: _jax.Whole) -> Any:
-        """Return the lanes that take a step; None without lanes."""
+        """Return a mask of the lanes that take a step; None without lanes."""
         return step < self.taken if self.how.loop.lanes else None
 
     def counts(self, step: _jax.Whole) -> list:
-        """Return the counters before a step; stopped lanes get those of a step they take."""
+        """Return the counters before a step; stopped lanes get those of a step that they took."""
         counts = self.how.counts(self.operands, step, self.taken)
         values = self.safe.carries(self.running(step), kept(counts, self.how.saved))
         return spread(values, self.how.saved, counts)
@@ -147,10 +147,10 @@ class StepReversal:
     def replay(
         self, first: _jax.Whole, count: _jax.Whole, carry: list, rows: list, within: bool = True
     ) -> tuple[list, list]:
-        """Run steps `first` to `first + count`, and store what each leaves for its reversal.
+        """Run `count` steps from step `first` on, and store a row of each for its reversal.
 
-        Also return the carry after them or, if carries are stored, before the last of them. There
-        may be more steps than rows, unless they are `within` a segment. What the others leave is
+        Also return the carry after them or, if carries are stored, before the last of them. Unless
+        the steps are `within` a segment, there may be more of them than rows; the surplus rows are
         not used.
         """
         how = self.how
@@ -180,11 +180,11 @@ class StepReversal:
         return safe.hold(active, new, carry, safe.buffers), stored
 
     def computed_once(self, stored: list) -> list:
-        """Return residuals of the current step, behind a barrier on a CPU.
+        """Return the current step's residuals, behind a barrier on a CPU or with host checkpoints.
 
         If they were fused with the backward half, each of its kernels would compute them again.
-        Compilers for GPUs and TPUs do that where it takes less time than to read them. With
-        checkpoints on the host, a step of two kernels leaves time to bring the next one.
+        Compilers for GPUs and TPUs do that only where it is faster than reading them. With
+        checkpoints on the host, a step of two kernels leaves time to load the next checkpoint.
         """
         if _jax.for_accelerators() and not self.how.plan.host:
             return stored
@@ -195,7 +195,7 @@ class StepReversal:
     def reverse_segment(
         self, first: _jax.Whole, count: _jax.Whole, rows: list, cts: Cotangents, buffers: list
     ) -> tuple[Cotangents, list]:
-        """Go back over a segment whose rows are stored; beyond its last step they are zero."""
+        """Reverse a segment whose rows are stored; rows past its last step are zero."""
         cts, buffers = self.reverse_rows(first, count, rows, cts, buffers)
         if self.products is None:
             return cts, buffers
@@ -206,14 +206,14 @@ class StepReversal:
     def reverse_carry(
         self, step: _jax.Whole, carry: list, cts: Cotangents, row: _jax.Whole = 0
     ) -> tuple[Cotangents, list]:
-        """Go back over one step from the carry before it; also return the buffers before it."""
-        # Read twice, slices that are divided between devices might be gathered twice.
+        """Reverse one step from the carry before it; also return the buffers before it."""
+        # If slices that are sharded over devices were read twice, they might be gathered twice.
         x = self.slices(step)
         new, stored = self.residuals(step, carry, x)
         stored = self.computed_once(stored)
         buffers = self.how.split_saved(carry)[1]
         if self.how.rereads:
-            # The step has written to these buffers, and going on from them saves a copy.
+            # The step has written to these buffers, and rewinding them saves a copy.
             buffers = self.rewind(step, 1, self.how.split_saved(new)[1])
         return self.reverse(step, stored, cts, row, x), buffers
 
@@ -227,16 +227,16 @@ class StepReversal:
         part: int = 1,
         ahead: Sequence[bool] = (),
     ) -> tuple[Cotangents, list]:
-        """Go back over steps `first + count - 1` to `first`; also return the buffers before them.
+        """Reverse steps `first + count - 1` to `first`; also return the buffers before them.
 
-        `rows` are arrays, or a function of the number of a row. `part` is as in `repeat`. `ahead`
-        flags arrays of which a row is read while the one after it is reversed.
+        `rows` are arrays, or a function from a row's number to the row. `part` is as in `repeat`.
+        `ahead` flags arrays whose next row is read while the current step is reversed.
         """
         flags = list(ahead) or [False] * (0 if callable(rows) else len(rows))
         early, late = ([], []) if callable(rows) else _divided(rows, flags)
 
         def read(k: _jax.Whole, before: list) -> list:
-            """Return the row of a step, of which a part has been read before."""
+            """Return the row of a step, part of which was read ahead."""
             if callable(rows):
                 return rows(k)
             row = spread(read_rows(late, k), [not f for f in flags], [None] * len(flags))
@@ -267,7 +267,7 @@ class StepReversal:
     def reverse(
         self, step: _jax.Whole, row: list, cts: Cotangents, place: _jax.Whole, x: list | None = None
     ) -> Cotangents:
-        """Go back over one step, number `place` of its segment, from its residuals."""
+        """Reverse one step, number `place` of its segment, from its residuals."""
         at, x_axes = self.row(step), self.x_axes
         y_axes = self.axes(self.how.loop.y_axes, self.how.active.ys)
         flowing = [*cts.carry, *read_rows(self.ct_ys, at, y_axes)]
@@ -287,7 +287,7 @@ class StepReversal:
         )
 
     def back(self, step: _jax.Whole, x: list, row: list, so_far: list, flowing: list) -> list[list]:
-        """Return cotangents of constants (with those so far), carry and slices, and factors."""
+        """Return cotangents of constants (added to `so_far`), carry and slices, and factors."""
         active, axis = self.how.active, 0 if self.batch is None else 1
         buffers = kept(self.how.loop.is_buffer, active.carry)
         safe, running = self.safe, self.running(step)

@@ -1,8 +1,8 @@
-"""The frame of every strategy: what the forward sweep passes to the backward sweep, and how.
+"""The base class of the strategies: what the forward sweep passes to the backward sweep, and how.
 
-The steps are cut into segments. Going back, newest first, the sweep reaches a segment from what was
-saved, stores a row for each of its steps, and reverses the rows. No step is in a branch, and saved
-values are touched once a segment, not once a step.
+The steps are cut into segments. The backward sweep starts with the last segment. It reaches each
+segment from what was saved, stores a row for each of its steps, and reverses the rows. No step is
+in a branch, and saved values are accessed once per segment, not once per step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from loopkit._engine.sweeps.window import is_seen_in_parts, rows_of_steps
 from loopkit._plans.plan import Plan
 
 PART = 32
-"""The steps that are reversed without a wait of the host, if it has to count them."""
+"""The steps that are reversed between two waits of the host, if their number is traced."""
 
 
 Saving = tuple[stepping.Steps, list]
-"""The forward sweep: the state of the loop, and what is saved of it."""
+"""The state of the forward sweep: that of the loop, and the saved arrays."""
 
 
 class Backward(NamedTuple):
-    """The backward sweep between two segments."""
+    """The state of the backward sweep between two segments."""
 
     segment: Any
     """The segment to reverse next."""
@@ -48,22 +48,22 @@ class Backward(NamedTuple):
     """A row for each step of a segment: carries or residuals."""
     cts: Cotangents
     buffers: list
-    """Buffers that are undone, as they were after the segment to reverse next."""
+    """The buffers that are undone, as they were after the segment to reverse next."""
     ahead: Sequence[Any] = ()
-    """The next segment's checkpoint, if it came from the host while another was reversed."""
+    """The next segment's checkpoint, if it is loaded from the host ahead of time."""
 
 
 @dataclass(frozen=True)
 class Sweep(abc.ABC):
-    """A way to save what a plan keeps."""
+    """A strategy: how the two sweeps save and read what a plan keeps."""
 
     how: Reversal
     half: _jax.Jaxpr | None = None
-    """The forward half of a step, if it gets slices of constants besides them."""
+    """The forward half of a step, if it also takes slices of constants."""
 
     @property
     def layout_plan(self) -> Plan:
-        """The plan by which saved values are laid out."""
+        """The plan that lays out the saved values."""
         return self.how.layout_plan or self.how.plan
 
     @property
@@ -72,45 +72,42 @@ class Sweep(abc.ABC):
         return self.stacked(self.how.slot_types, self.layout_plan.rows)
 
     def stacked(self, types: Sequence[Any], rows: int) -> list[_jax.ShapedArray]:
-        """Return types of stacks; on the host, they have 2 rows or more, for compilers of GPUs."""
+        """Return types of stacks, which have at least 2 rows on the host, for GPU compilers."""
         counts = [2 if there and rows == 1 else rows for there in self.how.on_host]
         return [_jax.stack_type(t, n) for t, n in zip(types, counts, strict=True)]
 
     @property
     def segment_count(self) -> int:
-        """The number of slots whose segment is noted."""
+        """The number of slots whose segment is recorded."""
         return 0
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        """Return the axis of the batched loop in saved arrays, from its axis in the carry."""
+        """Return the axis of the batch in each saved array, from its axis in the carry."""
         saved = kept(carry, self.how.slotted)
         return stacked(saved, [0] * len(saved))
 
     @abc.abstractmethod
     def run(self, loop: Loop, operands: Operands, state: Saving) -> tuple[Any, ...]:
-        """Run the loop to its end; return it, what is saved of it, and segments of slots, if any.
+        """Run the loop to its end; return its state, the saved arrays, and any segments of slots.
 
-        `state` is before any step, with nothing saved.
+        `state` is that before the first step, with nothing saved.
         """
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
-        """Go back over so many steps, an int if it is known: here, over a row for each saved step.
+        """Reverse `steps` steps, an int if known. By default, each of them has a saved row.
 
-        `s` has all that the forward sweep passed on, before the last segment is chosen.
+        `s` holds what the forward sweep passed on, before the last segment is chosen.
         """
         part = PART if _jax.host_waits.value else 1
         ahead, stacks = self.how.on_host, s.stacks
-        if any(
-            ahead
-        ):  # else the first row is read as a row of a row of an outer loop, if there is one
+        if any(ahead):  # else, in an outer loop, the first row is read as a row of that loop's row
             stacks = _jax.barrier(stacks)  # not every compiler for TPUs can do that
         return step.reverse_rows(0, steps, stacks, s.cts, s.buffers, part, ahead)[0]
 
     def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
-        """Return values to be saved, in a place not below 0; if on the host, copies of them.
+        """Return values to save under `number`, which is never negative; copies for the host.
 
-        Without a copy, the next steps would use the same memory, and wait until it has arrived
-        there.
+        Without a copy, the next steps would reuse the same memory, and wait for its transfer.
         """
         return [
             jnp.where(number < 0, _jax.zeros(jax.typeof(v)), v)
@@ -123,8 +120,8 @@ class Sweep(abc.ABC):
     def residual_types(self) -> list[_jax.ShapedArray]:
         """The types of the residuals, which the forward sweep passes on.
 
-        They are checkpoints, the log of what was displaced in buffers, those buffers at the end,
-        the segments that checkpoints start, and the steps taken, which are each lane's own.
+        They are the checkpoints, the log of what was overwritten in buffers, the final buffers, the
+        segment that each checkpoint starts, and the number of steps taken, for each lane.
         """
         how, loop, int32 = self.how, self.how.loop, jnp.dtype("int32")
         pairs = zip(self.stack_types, how.on_host, strict=True)
@@ -137,18 +134,18 @@ class Sweep(abc.ABC):
         return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (segments, taken))]
 
     def residual_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        """Return the axis of the batched loop in the residuals, from its axis in the carry."""
+        """Return the axis of the batch in each residual, from its axis in the carry."""
         how, axes = self.how, self.stack_axes(batched, carry)
         if batched.undo is not None:
             axes += [1 if f else None for f in batched.undo.batched]
         axes += kept(carry, how.undone)
-        # Each lane has steps of its own, if the axis makes lanes.
+        # Each lane has its own number of steps, if the axis makes lanes.
         return [*axes, None, 0 if len(batched.loop.lanes) > len(how.loop.lanes) else None]
 
     def blank_stacks(self, after: Any = 0) -> list:
-        """Return the arrays in which the forward sweep saves, made when there is `after`.
+        """Return the arrays that the forward sweep saves in, made once `after` is computed.
 
-        They are written before they are read, so their cost follows the steps taken.
+        They are written before they are read, so that their cost depends on the steps taken.
         """
         types = self.residual_types[: len(self.stack_types)]
         return [
@@ -158,7 +155,7 @@ class Sweep(abc.ABC):
     def forward(self, loop: Loop, operands: Operands, stacks: Sequence[Any] | None = None) -> list:
         """Return the final carry, ys, and the residuals.
 
-        `stacks` are the arrays to save in, by default blank ones.
+        `stacks` are the arrays to save in; by default, blank ones.
         """
         how = self.how
         if loop.length == 0:
@@ -184,10 +181,10 @@ class Sweep(abc.ABC):
         batch: int | None,
         sums: Sequence[Any] | None = None,
     ) -> list:
-        """Return cotangents of the active constants, initial carry and xs.
+        """Return the cotangents of the active constants, initial carry and xs.
 
-        `batch` is None or the size of a leading batch of cotangents. `sums` has for each result an
-        array that it is added to, or None.
+        `batch` is the size of a leading batch axis of the cotangents, or None. `sums` holds, for
+        each result, an array that it is added to, or None.
         """
         how, loop, active = self.how, self.how.loop, self.how.active
         counts = len(self.stack_types), len(how.log_types), sum(how.undone)
@@ -213,13 +210,16 @@ class Sweep(abc.ABC):
             bar, puts_off = flowing.bar, step.products is not None
         init = [d if s is None else s + d for d, s in zip(flowing.carry, carry, strict=True)]
         results = [*flowing.consts, *init, *flowing.xs]
-        if puts_off:  # else a compiler may keep the factors, and multiply them later
+        if puts_off:  # else a compiler may keep the factors and multiply them later
             results = _jax.barrier(results)
         return results if bar is None else progress.closed(loop, bar, results, backward=True)
 
 
 def in_parts(step: StepReversal, length: int, reverse: Callable, first: int = 0) -> Callable:
-    """Return `reverse` for steps that may see only their own rows; it begins at step `first`."""
+    """Return `reverse` bound to `step`, which sees only its own rows if that is faster.
+
+    Rows are numbered from step `first` on.
+    """
     if not is_seen_in_parts(step.how, length):
         return ft.partial(reverse, step)
 
@@ -238,7 +238,7 @@ def reverse_segments(
     steps: _jax.Whole,
     state: Backward,
 ) -> Backward:
-    """Go back over all segments of `length` steps by `reverse(first step, how many, state)`."""
+    """Reverse all segments of `length` steps, with `reverse(first step, step count, state)`."""
     known = isinstance(steps, int)
     even = known and not steps % length
     if _jax.host_waits.value and length > 1 and not even:
@@ -251,7 +251,7 @@ def reverse_segments(
 
     if known:
         last = -(-steps // length) - 1
-    else:  # traced steps are not negative, and need no code for signs
+    else:  # traced steps are never negative, and need no code for signs
         last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
@@ -260,7 +260,7 @@ def reverse_segments(
 
 
 def _reverse_apart(reverse: Callable, length: int, steps: _jax.Whole, state: Backward) -> Backward:
-    """Go back with the last segment by itself, so that the others have a known length."""
+    """Reverse the last segment by itself, so that the others have a known length."""
 
     def reverse_one(segment: _jax.Whole, count: _jax.Whole, s: Backward) -> Backward:
         return reverse(segment * length, count, s._replace(segment=segment))._replace(
@@ -280,7 +280,7 @@ def _reverse_apart(reverse: Callable, length: int, steps: _jax.Whole, state: Bac
 def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
     """Run `step(state, go)` to the end of the loop; `go` says if the step counts (None: yes).
 
-    `state` is that of the loop, and what is saved of it.
+    `state` is a pair: the state of the loop, and the saved values.
     """
     if loop.cond is None:
         after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
@@ -302,11 +302,11 @@ def write_if(
     """Write rows, unless `go` is false.
 
     The compiler turns this choice between arrays into one between rows. If the code read the old
-    row beside the write, the compiler would copy the arrays. Arrays on the host have no such
-    choice: the row comes to the device, and goes back.
+    row beside the write, the compiler would copy the arrays. That does not work for arrays on the
+    host: their old row is moved to the device, and written back.
     """
     if go is not None and any(map(_jax.is_on_host, map(jax.typeof, arrays))):
-        here = list(map(_jax.placed, values))  # those of an inner loop are on the host
+        here = list(map(_jax.placed, values))  # values of an inner loop are on the host
         return stepping.write_rows(
             arrays, stepping.select(go, here, stepping.read_rows(arrays, row, axes)), row, axes
         )
@@ -317,9 +317,9 @@ def write_if(
 def _no_cotangents(
     how: Reversal, ct_carry: list, batch: int | None, on_consts: list, on_xs: list, after: Any
 ) -> Cotangents:
-    """Return the cotangents before any step is reversed, made when there is `after`.
+    """Return the cotangents before any step is reversed, made once `after` is computed.
 
-    `on_consts` and `on_xs` have the arrays that they are added to, or None.
+    `on_consts` and `on_xs` hold the arrays that cotangents are added to, or None.
     """
     loop, active = how.loop, how.active
 
@@ -336,7 +336,7 @@ def _no_cotangents(
 
 
 def _in_common(jaxpr: _jax.Jaxpr) -> list:
-    """Return a type that varies over the devices over which all inputs vary, if there is one."""
+    """Return a type that varies only over axes over which all inputs vary, if there is one."""
     fewest = sorted(jaxpr.in_avals, key=lambda t: len(_jax.varying(t)))[:1]
     axes = [_jax.varying(t) for t in fewest]
     return [t for t in fewest if all(axes[0] <= _jax.varying(v) for v in jaxpr.in_avals)]

@@ -1,7 +1,7 @@
-"""The schedules, as a compiled loop steps through them.
+"""Schedules as tables that a compiled loop steps through.
 
-A slot holds the carry at the start of a segment, or nothing. `loopkit.schedules` chooses ahead what
-to save, and where. This file reads the tables.
+A slot holds the carry at the start of a segment, or nothing. `loopkit.schedules` decides in advance
+what to save, and where. This module reads its tables.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from loopkit.schedules.online import NEVER, Mark, Table, cheapest, record, thinn
 from loopkit.schedules.reversal import Restore, Save, gradient
 
 COLUMNS = 32
-"""The columns of a table of splits; XLA sums so many in one kernel."""
+"""The columns of a table of splits; XLA sums this many in one kernel."""
 
 
 class Slots(NamedTuple):
-    """A sweep's place in its schedule."""
+    """The position of a sweep in its schedule."""
 
     segments: Any
     """The segment that each slot holds, int32[slots]; NEVER for a free slot."""
@@ -41,9 +41,9 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tables of a plan's forward and backward sweep.
+    """The tables of a plan's forward and backward sweeps.
 
-    A row is read at once, because each number that a compiled loop carries or reads costs a kernel.
+    A row is read whole, because each number that a compiled loop carries or reads costs a kernel.
     """
 
     slots: int
@@ -81,7 +81,7 @@ class Schedule:
         return jnp.where(saved > cleared, jnp.asarray(self.saves[:, 0])[saved], NEVER)
 
     def split(self, remaining: _jax.Whole, free: _jax.Whole) -> Any:
-        """Return the segments to advance before the next save.
+        """Return the number of segments to advance before the next save.
 
         The last of the `remaining` segments is the one to reverse.
         """
@@ -102,7 +102,7 @@ def _row(table: np.ndarray, number: _jax.Whole) -> Any:
 @lru_cache(maxsize=256)
 def _schedule(slots: int, segments: int, thinned: bool, exact: bool) -> Schedule:
     segments = min(segments, NEVER)
-    # Spare slots keep the last stretch short; the cheapest placement takes longer to make.
+    # Spare slots make the last run cheap to reverse. The cheapest placement takes longer to find.
     spare = isqrt(slots) if slots > 2 else 0
     if exact:
         table = _best(slots, segments)
@@ -136,12 +136,12 @@ def free_slots(segments: jax.Array) -> tuple[Any, Any]:
 
 
 def saved(segments: jax.Array, slot: _jax.Whole, segment: _jax.Whole) -> Any:
-    """Return the slots after `slot` holds `segment`; unchanged if there is no such slot."""
+    """Return the segments of slots, with `segment` for `slot`; unchanged without such a slot."""
     return jnp.where(_numbers(segments) == slot, segment, segments)
 
 
 def _place(flags: jax.Array) -> Any:
-    """Return the place of the last flag that is set; 0 if none is."""
+    """Return the index of the last true flag, or 0 if there is none."""
     return jnp.max(jnp.where(flags, _numbers(flags), 0))
 
 

@@ -1,7 +1,7 @@
-"""A few steps of a loop that see only their own rows of stacked arrays.
+"""Parts of a loop whose steps see only their own rows of stacked arrays.
 
-XLA for CPUs runs operations on small arrays one after another. If a loop has a large array, it
-hands them to a pool of threads, and waits for the threads at each.
+XLA for CPUs runs operations on small arrays in order, on one thread. If a loop has a large array,
+XLA hands each operation to a pool of threads, and waits for them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from loopkit._jaxprs.kernels import ONE_THREAD
 
 
 class Window(NamedTuple):
-    """Rows that follow each other."""
+    """A range of consecutive rows."""
 
     low: Any
-    """The first of them."""
+    """The first row."""
     rows: int
 
     def read(self, arrays: Sequence[Any], axes: Sequence[int]) -> list:
@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
 
 def rows_from(first: _jax.Whole, length: int, of: int) -> Window:
-    """Return the window of `length` rows that begins with a row, or ends with the last."""
+    """Return `length` rows of `of` from row `first` on, or the last ones if fewer are left."""
     return Window(first if not of % length else jnp.minimum(first, of - length), length)
 
 
@@ -48,7 +48,7 @@ def rows_of_steps(loop: Loop, first: _jax.Whole, length: int) -> Window:
 
 
 def is_seen_in_parts(how: Reversal, length: int) -> bool:
-    """Return whether `length` steps at a time see only their own rows of xs and ys."""
+    """Return whether steps run `length` at a time, and see only their own rows of xs and ys."""
     loop = how.loop
     if loop.cond is not None or loop.progress is not None or not how.plan.step.pooled:
         return False
@@ -71,7 +71,8 @@ def run_part(
 ) -> tuple[stepping.Steps, Any]:
     """Return the state after `run` has taken steps from `first` on, and what else it returns.
 
-    The loop that it gets has `length` steps, and counts them from 0, or ends with the last of them.
+    `run` gets a loop over the `length` steps of a window, whose counter starts at 0, or later if
+    the window begins before `first`.
     """
     window = rows_of_steps(loop, first, length)
     begin = rows_from(first, length, loop.length or 0).low
@@ -91,7 +92,7 @@ def take_segment(
     count: _jax.Whole,
     steps: stepping.Steps,
 ) -> stepping.Steps:
-    """Take `count` steps, from step `first` on, which begins a segment."""
+    """Take `count` steps of the segment that begins with step `first`."""
     length = how.plan.segment
     if not is_seen_in_parts(how, length):
         return stepping.take(loop, operands, count, steps)
