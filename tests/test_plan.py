@@ -150,16 +150,6 @@ def test_more_memory_is_never_slower(name, bound, exact):
     assert last is not None
 
 
-@pytest.mark.parametrize(("again", "kept"), [(1e3, 100), (1e5, 1000)])
-def test_bytes_that_hardly_save_time_are_left(again, kept):
-    """To run a part again takes a thousandth of a step, or a tenth."""
-    step = StepCosts(500, 1000, run=1e6, record=1e6, remake=1e6, residual_arrays=1)
-    step = step._replace(smaller_rows=(Row(1.0, 100, 1, again),))
-    plan = make_plan(Bytes(10**6), 20, True, step)
-    assert plan.keeps_all
-    assert plan.row.bytes == kept
-
-
 def test_what_passes_through_a_loop_may_leave_no_memory_to_reuse():
     """Beyond 32 MB, memory is new at every call."""
     alone = StepCosts(100, 250_000, run=1e5, record=1e5, remake=1e5, residual_arrays=1)

@@ -1,8 +1,7 @@
 """Find the fastest plan within a budget of bytes.
 
-Among the plans that fit, loopkit takes the one with the least predicted time, or a smaller one that
-takes hardly longer. That time counts bytes as well as steps: reading and writing a byte costs more
-once the caches are full.
+Among the plans that fit, loopkit takes the one with the least predicted time. That time counts
+bytes as well as steps: reading and writing a byte costs more once the caches are full.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ SPLIT = 512
 """The most slots of a schedule for a known number of steps."""
 NEAR_LEAST_TIME = 1.02
 """A plan may take this many times the least predicted time if it moves less to the host."""
-HARDLY_LONGER = 1.01
-"""A gradient may take this many times the least predicted time if it needs fewer bytes."""
-BACK = 2.0
-"""The time to reverse a step, whatever the plan, relative to the time to run it."""
 NEXT_SLOTS = 1.15
 """The ratio of one number of slots to try to the next, from 14 on. The numbers do not depend on the
 budget, so a larger budget has all plans of a smaller one."""
@@ -62,8 +57,8 @@ def cheapest_plan(
     """Return the plan with the least predicted time in at most `count` bytes and `most` slots.
 
     With `host`, checkpoints may take that many bytes of the host's memory. `unasked` is the plan
-    that loopkit would take without a budget. If the bytes are `firm`, the result is the smallest
-    plan that takes hardly longer and runs no more steps, and it is an error if nothing fits.
+    that loopkit would take without a budget. If the bytes are `firm`, it is an error if nothing
+    fits.
     """
     steps = loop.bound
     if steps is None:
@@ -73,7 +68,7 @@ def cheapest_plan(
     if host is None and most is None:
         plans = _by_size(loop, steps, tuple(small))
         if fit := [p for p in plans if p.peak_bytes <= count]:
-            return _hardly_slower(fit, steps) if firm else fit[-1]
+            return fit[-1]
     else:
         plans = [*_candidates(loop, steps, most, NEXT_SEGMENT, host), *small]
         fit = [p for p in plans if p.peak_bytes <= count and p.host_bytes <= (host or 0)]
@@ -86,17 +81,6 @@ def cheapest_plan(
     if not firm:
         return min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
     raise _refusal(small, count, host, loops, name)
-
-
-def _hardly_slower(plans: Sequence[Plan], steps: int) -> Plan:
-    """Return the first plan that takes hardly longer than the last one and runs no more steps.
-
-    Predictions are no more precise, and memory that hardly saves time often costs some.
-    """
-    rest, runs = BACK * steps * plans[-1].step.run, runs_again(plans[-1], steps)
-    most = HARDLY_LONGER * (plans[-1].nanoseconds(steps) + rest) - rest
-    found = (p for p in plans[:-1] if p.nanoseconds(steps) <= most)
-    return next((p for p in found if runs_again(p, steps) <= runs), plans[-1])
 
 
 @lru_cache(maxsize=256)
