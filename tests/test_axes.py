@@ -112,6 +112,7 @@ class Pair:
         return cls(*children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"truncate": 2}, {"until": lambda c, _: c.a > 9}])
 def test_trees_that_hold_nothing_but_arrays(settings):
     step = lambda c, x: (Pair(c.a * x.a, c.b + x.b), Pair(c.a, x.b))

@@ -75,6 +75,7 @@ def test_only_the_tangent_is_batched(checkpoints):
     assert_close(got, jnp.stack(each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2])
 def test_only_the_cotangent_is_batched(checkpoints):
     weights = jnp.asarray([1.0, -0.3, 0.0])

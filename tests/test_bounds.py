@@ -73,6 +73,7 @@ def test_bounds(case):
     assert_close(jax.grad(loopkit.checkpointed(f))(x), f(x) / x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLE)
 def test_bounds_of_own_loops(case):
     test, by, first, wanted = TABLE[case]

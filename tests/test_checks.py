@@ -72,6 +72,7 @@ ROWS_TWICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS_TWICE)
 @pytest.mark.parametrize(
     ("last", "text"), [(0, "Got: a read at index 2 in step 0"), (7, "written with .{}.*index 7")]
@@ -113,6 +114,7 @@ def test_read_as_a_whole_before_anything_is_written(shape):
         jax.block_until_ready(f(jnp.zeros(shape)))
 
 
+@pytest.mark.slow
 def test_read_out_of_bounds():
     def ends(read):
         body = lambda i, ys: ys.at[0].add(read(ys, i))

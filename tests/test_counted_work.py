@@ -134,6 +134,7 @@ def test_counts_that_contradict_the_compiler():
         thunks.work(program, [9, 50, 4, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 3, "all"])
 def test_forward_over_reverse_runs_as_often_as_a_gradient(checkpoints):
     """Steps and their tangents run together, forward and backward."""

@@ -154,6 +154,7 @@ def test_results_have_the_type_of_the_carry():
 SETTINGS = [{}, {"checkpoints": 1}, {"checkpoints": 2}, {"checkpoints": "all"}, {"memory": "1 MB"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("bound", [1, 2, 5])
 def test_fewer_steps_than_the_bound(bound, settings):
@@ -180,6 +181,7 @@ def test_fewer_steps_than_the_bound(bound, settings):
         assert_close(got[1], slopes(unrolled)(x, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [1, 2])
 def test_second_derivatives_of_no_step(bound):
     def f(x, n):

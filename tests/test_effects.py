@@ -253,6 +253,7 @@ def test_a_gradient_without_a_bound_cannot_ask_the_host():
     assert jax.grad(lambda x: f(x, max_steps=5))(1.5) == 3 * 2**3 * 1.5**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("how", [{"checkpoints": "all"}, {"truncate": 2}], ids=str)
 def test_what_returns_nothing_is_called_where_every_step_is_stored(how, ordered):

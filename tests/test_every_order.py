@@ -43,6 +43,7 @@ LOGGED = Plan(3, 2, "residuals")
 """Checkpoints without the buffer: steps log what they write over."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "kind", "checkpoints", "second"),
     [
@@ -57,6 +58,7 @@ def test_every_order_of_buffers(body, kind, checkpoints, second):
     assert_orders(of_w(looped(body, kind, checkpoints)), W, second, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "second"),
     [

@@ -201,6 +201,7 @@ def test_parts_of_steps_that_run_again_are_counted():
     assert found.row[8].startswith("about ")
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_whole_gradient_stands_below_a_budget_of_a_loop():
     """The budget leaves out the cotangent of the weights; the compiler does not."""
     w, x = jnp.ones((64, 64)) / 64, jnp.ones((8, 64))

@@ -176,6 +176,7 @@ def test_as_lanes_that_wait(program, transform):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [rows_from_the_end, ends_early])
 def test_one_lane(program):
     got, want = (program(lanes, 0.4, COUNTS[3]) for lanes in ("flatten", "wait"))
@@ -216,6 +217,7 @@ def test_results_of_weak_types():
         assert [v.dtype for v in found] == [jnp.float32] * 2
 
 
+@pytest.mark.slow
 def test_a_loop_of_no_steps():
     """Whose inputs have no rows, around others and inside one."""
     step = lambda c, n: (sines(n, c, 1.1) + 0.1, c)

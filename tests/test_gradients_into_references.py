@@ -114,6 +114,7 @@ def by_sums(f):
     return lambda *args: jax.tree.map(jnp.add, fill(args), gradient(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), in_turn(LOOPS, PLANS, of=4))
 def test_what_references_hold(name, plan):
     (loop, order), shaped = LOOPS[name], SHAPED.get(name, lambda weights: weights)
@@ -154,6 +155,7 @@ def last_by_index(weights, **options):
     return loopkit.while_loop(lambda s: s[0] < 24, body, init, **options)[1].sum()
 
 
+@pytest.mark.slow
 def test_temporary_memory():
     """No array of weights is made, and no more is needed than by lax."""
     lax_needs = temporary(ft.partial(last, scan=lax.scan), WIDE)

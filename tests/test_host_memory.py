@@ -107,6 +107,7 @@ def test_a_program_returns_them_where_they_are():
     assert_close(pull(1.0)[0], jax.grad(cubic)(jnp.ones(50)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jits", [True, False])
 def test_outside_jit(jits):
     """`disable_jit` is for the user's functions: where results lie, a compiled program says."""
@@ -173,6 +174,7 @@ def test_a_device_without_host_memory(monkeypatch):
             jax.grad(lambda x, options=options: cubic(x, **options))(jnp.ones(51))
 
 
+@pytest.mark.slow
 def test_wrong_gradients_are_noticed(monkeypatch):
     """Before the loop's own gradient is computed."""
     probe = memory._probe
@@ -256,6 +258,7 @@ def test_gradients_are_checked_once(monkeypatch):
     assert len(probed) == 2  # with and without
 
 
+@pytest.mark.slow
 def test_all_loops_of_a_function_share_both_budgets():
     def f(x):
         for _ in range(2):

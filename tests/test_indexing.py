@@ -29,6 +29,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_index_selects_what_it_does_in_numpy():
     """Elements, in their order; and back, from what was selected to the slices."""
     numbers = np.arange(np.prod(SHAPE)).reshape(SHAPE)
@@ -231,6 +232,7 @@ def test_names_of_modes():
         mode_name("get", 3)
 
 
+@pytest.mark.slow
 def test_types_of_what_is_written():
     """Nothing but precision is lost."""
     for have, want, fits in (
@@ -260,6 +262,7 @@ def test_an_empty_list_is_of_integers():
             Buffer(jnp.zeros(SHAPE))[index]
 
 
+@pytest.mark.slow
 def test_rows_that_are_named_twice():
     """The last value that is set is kept, and has the derivative; all values that are added
     count."""

@@ -136,6 +136,7 @@ def test_export_with_symbolic_features():
     assert_close(exported.call(xs), jax.grad(f)(xs))
 
 
+@pytest.mark.slow
 def test_export_with_a_symbolic_length():
     def f(loops, xs):
         h, ys = loops.scan(lambda h, x: (jnp.sin(h) * x + h, h), 1.0, xs)

@@ -80,6 +80,7 @@ FIVE_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIVE_STEPS)
 def test_five_steps(name):
     compare(FIVE_STEPS[name], steps(5))

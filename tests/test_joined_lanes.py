@@ -53,6 +53,7 @@ def test_the_product_narrows():
     assert taken["compact"] < taken["wait"] / 6
 
 
+@pytest.mark.slow
 def test_few_lanes_of_many():
     """Eight, which are too few alone, in each of eight."""
     f = table(lambda n, x: grow(n, x, 0.9, lanes="compact"))

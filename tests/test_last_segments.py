@@ -52,6 +52,7 @@ def loss(scan, length, mixing=jnp.linalg.cholesky, **how):
     return f, (W, jnp.linspace(0.2, 1.1, length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "slots", "segment", "last", "second", "mixing"), WAYS)
 def test_derivatives_of_first_and_second_order(length, slots, segment, last, second, mixing):
     wanted, at = loss(lax.scan, length, mixing)
@@ -107,6 +108,7 @@ def test_nested(kind):
     assert_close(both(got), both(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["150 kB", "250 kB", "400 kB", "600 kB"])
 def test_a_budget_between_two_plans_is_used(memory):
     """More bytes keep more segments, and the compiler needs no more than they say."""

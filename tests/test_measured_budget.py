@@ -24,6 +24,7 @@ def test_the_compiler_needs_no_more_than_the_budget():
     assert_close(jax.jit(jax.grad(measured, (0, 1)))(X, W), wanted)
 
 
+@pytest.mark.slow
 def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch):
     """It needs no cotangent. Yet a loop that reads a constant may need a copy of it."""
     matrix, x = jnp.cos(jnp.arange(64.0 * 64)).reshape(64, 64), jnp.ones((8, 64))
@@ -76,6 +77,7 @@ def test_the_smallest_plan_that_an_error_names_will_do():
         jax.grad(loopkit.checkpointed(two, memory=least - 1, measure=True))(X, W)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"measure": True}], ids=str)
 def test_a_budget_below_the_prediction_is_enough_if_the_compiler_says_so(how):
     """An error of the prediction may lie on either side. Nothing is refused by it alone."""
@@ -95,6 +97,7 @@ def test_a_budget_below_the_prediction_is_enough_if_the_compiler_says_so(how):
     assert_close(measured(x), jax.jit(jax.grad(f))(x))
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_hard_to_meet_is_used(monkeypatch):
     """If the compiler keeps asking for a little more, the plan is not the smallest at once."""
     figures, limit = [], 40_000
@@ -148,6 +151,7 @@ def test_one_memory_in_bytes():
         loopkit.checkpointed(measure=True)(two)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_program_is_not_compiled_alone():
     f = lambda x: jnp.sum(jnp.sin(x) ** 2) + jnp.sum(lax.pmean(x, "i"))
     expected = (
@@ -184,6 +188,7 @@ def test_arrays_on_several_devices(axis_type):
     assert_close(jax.jit(few)(x), one(X))
 
 
+@pytest.mark.slow
 def test_a_function_without_a_gradient_in_all_arguments():
     """It still runs, and has its gradient in the others."""
     f = lambda x, y: one(x) + jnp.sum(jax.pure_callback(lambda v: v, y, y))

@@ -72,6 +72,7 @@ def test_lanes_that_read_some_slices_in_common():
 ORDERS = ["first inside", "second inside"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sliced", "order", "transform"), in_turn([False, True], ORDERS, ["jvp", "grad", "hessian"])
 )

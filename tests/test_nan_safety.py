@@ -146,6 +146,7 @@ def test_lanes_that_count_in_integers():
 FEW = ["value", "jvp", "grad", "hessian"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "checkpoints"), in_turn(FEW, CHECKPOINTS))
 def test_no_step_beyond_the_last(transform, checkpoints):
     """One lane: no step is evaluated that the loop does not take, up to the bound or otherwise."""

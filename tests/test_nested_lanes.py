@@ -90,6 +90,7 @@ OF_ALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "of", "jit"), in_turn(MODES, ["value", "each", *OF_ALL], [False, True], of=4)
 )

@@ -125,6 +125,7 @@ def _backward(x, ct):
 scanned.defvjp(lambda x: (scanned(x), x), _backward)
 
 
+@pytest.mark.slow
 def test_scans_of_lax_in_steps_and_in_rules(scan3):
     def nested(x):
         inner = lambda c, x: lax.scan(step, c, x * XS)[0]
@@ -158,6 +159,7 @@ def test_a_scan_that_was_traced_with_the_flag_is_an_error(scan3):
         loopkit.scan(lambda c, _: (before(c), None), X, length=2)
 
 
+@pytest.mark.slow
 def test_checkpoint_in_the_step_of_a_loop_in_a_loop_of_lanes(remat3):
     starts, counts = jnp.array([0.3, -0.7, 1.1]), jnp.array([3, 1, 2])
     inner = lambda x, wrap: loopkit.fori_loop(0, 1, lambda _, x: wrap(jnp.sin)(x), x, max_steps=5)

@@ -8,6 +8,7 @@ import pytest
 import loopkit
 
 
+@pytest.mark.slow
 def test_numbers_of_python_among_the_rows():
     """A stack of layers has settings that are numbers: every step is given them as they are."""
     seen = []

@@ -147,6 +147,7 @@ def predicted_bytes(f, memory):
     return loopkit.explain(loopkit.checkpointed(f, memory=memory), *WIDE).gradient.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [two_wide, nested_wide])
 def test_a_tenth_is_left_to_the_compiler_if_a_plan_is_that_small(f):
     least, whole = bytes_for_all(f, *WIDE)
@@ -194,6 +195,7 @@ def wave_then_filter(speed, w, u):
     return jnp.mean(lax.scan(decay, jnp.zeros((8, 16)), states, reverse=True)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.3, 0.4, 0.7])
 def test_memory_is_taken_when_a_loop_begins(part):
     """Not when the program does: loops that run one after another need it one after another."""
@@ -277,6 +279,7 @@ def test_functions_without_a_derivative_run():
     assert_close(loopkit.checkpointed(f, memory=100)(8.0), jnp.float64(1.0))
 
 
+@pytest.mark.slow
 def test_a_loop_left_to_lax_with_a_loop_in_it():
     f = loopkit.checkpointed(nested, memory=10**4, only=lambda site: site.depth > 0)
     assert_close(jax.grad(f)(X, W), jax.grad(lambda x: nested(x, W, unrolled))(X))

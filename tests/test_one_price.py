@@ -26,6 +26,7 @@ def sizes(chosen):
     return sum(c.saved + c.working for c in chosen)
 
 
+@pytest.mark.slow
 @given(st.lists(CHOICES, min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_no_combination_is_faster_and_smaller_at_any_price(some):

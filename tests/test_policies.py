@@ -121,6 +121,7 @@ def test_numbers_are_those_of_lax(case, second):
     assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [400, 900, "1 MB"])
 @pytest.mark.parametrize("policy", ["dots", "names"])
 def test_a_budget_beside_a_policy(policy, memory):
@@ -166,6 +167,7 @@ def test_of_a_while_loop():
     assert_close(jax.vmap(jax.jacrev(loop))(x[None]), jax.vmap(jax.jacrev(unrolled))(x[None]))
 
 
+@pytest.mark.slow
 def test_loops_that_one_cannot_edit():
     step, init, xs, names = PROGRAMS["recurrent"]
     plain = lambda init: lax.scan(step, init, xs)[0].sum()
@@ -200,6 +202,7 @@ def gradient_with(**options):
     return jax.grad(lambda h: loopkit.scan(step, h, xs, **options)[0].sum())(init)
 
 
+@pytest.mark.slow
 def test_names_that_are_not_there():
     saves = POLICIES.save_only_these_names("mixed", "attention")
     text = (

@@ -87,6 +87,7 @@ def test_gradients(product, how):
     assert_close(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["rr", "fr"])
 def test_second_order(second):
     w, h = arguments()
@@ -154,6 +155,7 @@ def test_where_every_residual_is_kept_without_the_scan_of_lax(width):
     assert is_large == (width == 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_loops(devices, monkeypatch):
     """A value may be divided along any axis if there are several devices."""

@@ -27,6 +27,7 @@ def derivative(f, order):
     return f if not order else jax.grad(derivative(f, order - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "transform"), in_turn(KINDS, TRANSFORMS, of=4))
 def test_each_step_counts_once(kind, transform):
     """Steps that are run again count for nothing."""
@@ -37,6 +38,7 @@ def test_each_step_counts_once(kind, transform):
     jax.tree.map(np.testing.assert_array_equal, shown, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), in_turn(KINDS, SETTINGS, of=4))
 def test_whatever_is_kept(kind, setting):
     how = SETTINGS[setting]
@@ -53,6 +55,7 @@ def test_whatever_is_kept(kind, setting):
         np.testing.assert_array_equal(shown, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [2, later(3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_order(kind, order):
@@ -184,6 +187,7 @@ def test_inside_custom_derivatives():
     assert recorder.ways() == ([N, N], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [None, "wait", (2, 1)])
 def test_lanes_have_one_bar(lanes):
     """It counts the steps of the longest lane, and says how many lanes are done."""

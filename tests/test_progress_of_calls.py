@@ -78,6 +78,7 @@ def test_one_bar_for_a_call(name):
     jax.tree.map(np.testing.assert_array_equal, shown, make()(0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_turn(OF_ONE_BAR, of=3))
 def test_the_way_back_of_several_loops(name):
     """One bar or several, which together count each step that is reversed."""

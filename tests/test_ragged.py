@@ -116,6 +116,7 @@ def test_wide_buckets_pad_to_less_than_twice_the_longest():
             assert size <= max(8, 2 * max(lengths[i] for i in places))
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes():
     """Each sequence of a batch has it, and numbers do not change."""
     sequences = [jnp.sin(jnp.arange(n, dtype=float)) for n in (300, 280)]

@@ -34,6 +34,7 @@ def own_by_hand(c, t):
     return c * t + (c + jnp.sin(c * t)) * 0.3, c + jnp.sin(c * t)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options"), in_turn(MODES, [{}, {"checkpoints": "all"}, {"checkpoints": 2}], of=3)
 )

@@ -59,6 +59,7 @@ def made_blank(function, *args):
     return "dce_sink" in jax.jit(function).lower(*args).as_text()
 
 
+@pytest.mark.slow
 def test_where_memory_is_not_taken_as_it_is_found():
     """Memory is filled if all that comes out is read, or if the program is for another machine."""
     function, x = gradient(1000)

@@ -54,6 +54,7 @@ def test_jax_checkpoint_around_a_loop():
     assert_close(second(0.5), jnp.asarray(3.0))
 
 
+@pytest.mark.slow
 def test_a_pullback_that_jax_checkpoint_returns():
     """JAX transposes a call of `jax.checkpoint` only if none of its tangents is known."""
 

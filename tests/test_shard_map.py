@@ -290,6 +290,7 @@ def test_a_mesh_that_only_the_body_names(named, compile):
         assert g.sharding.device_set == w.sharding.device_set
 
 
+@pytest.mark.slow
 def test_a_mesh_of_explicit_axes_that_only_types_and_the_body_name():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(jnp.linspace(0.1, 0.8, 8), NamedSharding(mesh, P("d")))

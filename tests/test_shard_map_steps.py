@@ -50,6 +50,7 @@ def raising(x, bound):
     return loopkit.while_loop(lambda v: v < 3, lambda v: v * 1.5, x, max_steps=bound, throw=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["value", "gradient"])
 @pytest.mark.parametrize(("f", "enough", "says"), [(listed, 3, "capacity"), (raising, 9, "max_st")])
 def test_errors_at_run_time(f, enough, says, transform):
@@ -88,6 +89,7 @@ def test_what_a_checked_loop_returns_is_the_same_on_devices_of_which_some_have_s
     assert_close(on_each(each)(x), jnp.stack(wanted))
 
 
+@pytest.mark.slow
 def test_keys_that_differ_between_devices():
     """Their zeros stand for them in what is only transposed, and differ between devices too."""
 

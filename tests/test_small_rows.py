@@ -56,6 +56,7 @@ def test_gradients(checkpoints, length, reverse):
     assert_close(*(jax.jit(jax.value_and_grad(f, (0, 1)))(*at) for f in (got, wanted)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["rr", "fr", pytest.param("rf", marks=pytest.mark.slow)])
 def test_second_order(second):
     wanted, at = loss(lax.scan, 520)
@@ -65,6 +66,7 @@ def test_second_order(second):
     assert_close(of(got), of(wanted))
 
 
+@pytest.mark.slow
 def test_lanes_of_vmap():
     results = []
     for scan, how in [(lax.scan, {}), (loopkit.scan, {"checkpoints": "all"})]:
@@ -74,6 +76,7 @@ def test_lanes_of_vmap():
     assert_close(*results)
 
 
+@pytest.mark.slow
 def test_a_bar_counts_every_step():
     bars = Recorder()
     f, at = loss(loopkit.scan, 600, checkpoints="all", progress=bars)
@@ -100,6 +103,7 @@ def arrays_in_loops_that_scatter(f, *args) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", SETTINGS.values(), ids=SETTINGS)
 def test_no_loop_of_steps_has_a_large_array(checkpoints):
     f, at = loss(loopkit.scan, 660, checkpoints=checkpoints)

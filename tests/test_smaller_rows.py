@@ -29,6 +29,7 @@ PLANS = {
 MAIN = named("while_scalar", "scan_until")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "plan"), in_turn(PROBLEMS, PLANS, of=9))
 def test_gradients(problem, plan):
     got = jax.jit(derivative(problem.flat_loop(PLANS[plan]), "r"))
@@ -179,6 +180,7 @@ def filtered(scan, **options):
     return f
 
 
+@pytest.mark.slow
 def test_what_took_long_is_kept_of_small_steps():
     whole = loopkit.explain(filtered(loopkit.scan, checkpoints="all"), 0.9).plan
     memory = 0.7 * whole.peak_bytes

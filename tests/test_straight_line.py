@@ -90,6 +90,7 @@ def test_every_derivative_is_that_without_a_budget(f):
     assert_close(jax.jit(lambda: all_of(budgeted))(), jax.jit(lambda: all_of(f))())
 
 
+@pytest.mark.slow
 def test_the_compiler_needs_no_more_than_the_budget():
     args = arguments(12, 256, 8)
     whole, low = compiled_bytes(layers, *args), least(layers, *args)
@@ -138,6 +139,7 @@ def test_more_bytes_take_no_more_time():
     assert times[0] > times[-1]
 
 
+@pytest.mark.slow
 def test_explain_says_what_runs_again():
     args = arguments(12, 256, 8)
     budget = int(0.5 * compiled_bytes(layers, *args))
@@ -159,6 +161,7 @@ def test_a_large_budget_changes_nothing():
     assert peaks[0] == peaks[1] > 0
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_is_an_error_of_gradients_alone():
     ws, x = arguments(4, 4, 3)
     few = loopkit.checkpointed(layers, memory=1)
@@ -182,6 +185,7 @@ def test_a_refusal_names_the_least_as_compiled_and_a_line():
     assert compiled_bytes(budgeted, *args) <= said < predicted or not RUNS_AGAIN
 
 
+@pytest.mark.slow
 def test_what_must_not_run_again_does_not():
     """A callback that returns a value, and one that reports, run once each."""
     seen = []
@@ -288,6 +292,7 @@ def test_a_measured_budget_of_sharded_arrays():
         assert_close(jax.jit(jax.grad(measured))(*args), jax.jit(jax.grad(layers))(*args))
 
 
+@pytest.mark.slow
 def test_what_all_devices_save_is_taken_off_the_arrays_of_all():
     """Outside `jax.shard_map`, what a loop in it saves is one array of all devices."""
     mesh = jax.sharding.Mesh(jax.devices(), ("i",))
@@ -303,6 +308,7 @@ def test_what_all_devices_save_is_taken_off_the_arrays_of_all():
     assert_close(jax.jit(jax.grad(loopkit.checkpointed(f, memory=budget)))(x), jax.grad(f)(x))
 
 
+@pytest.mark.slow
 def test_a_loop_of_a_checkpoint_inside_shard_map_is_planned_outside():
     """Its step is traced where nothing names the axis over which values vary."""
     wide = np.cos(np.arange(216.0)).reshape(3, 72)

@@ -204,6 +204,7 @@ def test_rules_before_a_loop_hear_of_cotangents_only(loop, way, modes):
     agree(f, reference(way, python_of, TENTH), modes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", in_turn(LOOPS))
 def test_what_cannot_be_reversed_may_stand_before_a_loop(loop):
     halved = lambda x: lax.while_loop(lambda v: v > 0.1, lambda v: v / 2, x)

@@ -96,6 +96,7 @@ def test_concat_and_back():
     assert_close(TensorArray.from_array(blocks).concat(), blocks.reshape(6, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "checkpoints"), in_turn(KINDS, [None, 2, "all"], of=3))
 def test_in_a_loop_it_is_a_buffer(kind, checkpoints):
     def f(x, n):

@@ -182,6 +182,7 @@ def test_gradients_of_lanes():
     assert_close(nested, wanted.reshape(2, 2, 2))
 
 
+@pytest.mark.slow
 def test_gradient_of_rows():
     """`xs` is split once, and its gradient has all of its rows."""
 

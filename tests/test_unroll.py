@@ -32,6 +32,7 @@ def test_more_steps_to_an_iteration_than_there_are():
         assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_truncated_scan_are_unrolled_and_they_alone():
     """However many there are, the program is no longer."""
 

@@ -19,6 +19,7 @@ def test_vjp(problem: Problem, checkpoints):
     assert_close(pulled(problem.vector()), expected(problem.name, "r"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "checkpoints"), in_turn(tagged("core"), CHECKPOINTS))
 def test_vjp_without_jit(problem: Problem, checkpoints):
     x = problem.vector()

@@ -132,6 +132,7 @@ def test_axes(in_axis, out_axis):
 # ---------------------------------------------------------------- scan with until, collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", CHECKPOINTS)
 @pytest.mark.parametrize("pattern", ["vr", "rv", "frv", "rvf"])
 def test_rows_that_no_lane_changes(pattern, checkpoints):
@@ -162,6 +163,7 @@ def test_rows_that_no_lane_changes(pattern, checkpoints):
     assert_close(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["value", "grad"])
 def test_lanes_of_a_scan_stop_where_they_stop(transform):
     """Rows past a lane's stop are zero in that lane only."""

@@ -166,6 +166,7 @@ def test_tensor_arrays():
     both(LAYOUTS["one axis"], run, NS, XS)
 
 
+@pytest.mark.slow
 def test_lanes_that_ask_the_host_are_not_run_again():
     """A gradient is that of what the host returned, which is something else each time."""
     draws, number = np.random.default_rng(0), jax.ShapeDtypeStruct((), np.float64)

@@ -80,6 +80,7 @@ def test_a_loop_without_inner_loops_is_as_it_was():
         assert text("flatten") == text("wait")
 
 
+@pytest.mark.slow
 def test_inner_loops_with_rows_stay():
     """Read or written, whether they end by themselves or not."""
 

@@ -24,6 +24,7 @@ def recurrent(w, x):
     return jnp.sum(h**2)
 
 
+@pytest.mark.slow
 def test_cotangents_of_shared_weights_do_not_wait_for_each_other():
     """A compiler that sums all of them at the end keeps all of them until then."""
     args = jnp.sin(jnp.arange(64.0 * 64).reshape(64, 64)), jnp.cos(jnp.arange(256.0).reshape(4, 64))
@@ -36,6 +37,7 @@ def test_cotangents_of_shared_weights_do_not_wait_for_each_other():
     assert_close(*slopes)
 
 
+@pytest.mark.slow
 def test_complex_values_that_a_plan_would_store_run_again():
     """JAX raises an error if a policy saves complex values by name."""
     x = jnp.linspace(0.1, 1.0, 16 * 24).reshape(16, 24).astype(complex)
@@ -102,6 +104,7 @@ def test_every_derivative_is_that_without_a_budget(read, times):
     assert_close(jax.jit(lambda: all_of(budgeted))(), jax.jit(lambda: all_of(f))())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", BUDGETS)
 def test_cotangents_of_slices_are_added_in_place(times):
     """JAX pads each to the size of the array: steps times steps in all."""
@@ -128,6 +131,7 @@ def test_cotangents_of_slices_beside_loops_are_added_in_place():
     assert_close(*(jax.jit(g)(*args) for g in (gradients[0], gradients[2])))
 
 
+@pytest.mark.slow
 def test_steps_are_not_fused_with_each_other():
     """XLA for CPUs would compute what several kernels read in each of them."""
 

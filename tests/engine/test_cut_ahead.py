@@ -67,6 +67,7 @@ def unrolled(step, h, xs):
     return pairs[-1][0], jnp.stack([y for _, y in pairs[1:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [None, 2, "all", loopkit.Plan(3)])
 def test_numbers_are_those_of_the_steps_written_out(checkpoints):
     """Gradients, their derivative along a direction, and a gradient for each of two lanes."""

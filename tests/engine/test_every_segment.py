@@ -90,6 +90,7 @@ def test_of_a_known_number_of_steps_a_host_does_not_wait(length):
     assert there(False) == [True, length == 6]
 
 
+@pytest.mark.slow
 def test_of_small_carries_a_host_waits_once_a_step(monkeypatch):
     """Not once a segment as well; large ones are not written over themselves for that."""
     there = lambda on_gpu: loops_there(*decided(checkpoints=Plan(3, 3)), on_gpu)

@@ -53,6 +53,7 @@ def pick(value, axis, lane):
     return value if axis is None else np.asarray(value).take(lane, axis)
 
 
+@pytest.mark.slow
 def test_two_axes_made_one():
     """Wherever they are, and if a value has only one of them, or none."""
     two, size = AxisPair(OUTER, INNER), OUTER * INNER

@@ -275,6 +275,7 @@ def followed(loop, operands, passes):
     return run_rewritten(bind, passes, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrite", PASSES)
 def test_a_pass_changes_no_result(rewrite):
     loop, operands = of_all_kinds()

@@ -37,6 +37,7 @@ def runs_of(times, known=True):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("runs_of_four")
 @pytest.mark.parametrize("waits", [True, False])
 def test_runs_of_a_known_number_of_steps(waits):

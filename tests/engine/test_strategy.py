@@ -108,6 +108,7 @@ def test_parts_of_steps(monkeypatch):
         assert_swept(*decided(checkpoints=plan), on_gpu=(True, True))
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_taken():
     """Their cotangents are zero, of each of several xs."""
 
@@ -123,6 +124,7 @@ def test_rows_that_are_not_taken():
         assert jnp.all(ct[:TAKEN] != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(2), Plan(3, 3)], ids=range(2))
 def test_no_steps_at_all(plan):
     """A loop without a length of its own, and one of length zero, take no steps."""

@@ -170,6 +170,7 @@ def test_plans_differ_from_device_to_device_and_nothing_is_stale():
     assert kept[0] != kept[1], "an H100 keeps something else of a step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 3_000_000, 6_000_000, "8 MB"])
 @pytest.mark.parametrize("kind", [("NVIDIA H100 80GB HBM3", "gpu"), ("TPU v5 lite", "tpu")])
 def test_the_device_changes_no_number(memory, kind):
@@ -198,6 +199,7 @@ def test_an_accelerator_keeps_all_of_a_loop_of_small_steps():
     assert plan(2000).strategy == "every segment"
 
 
+@pytest.mark.slow
 def test_one_program_for_several_platforms():
     given = arguments()
     with at("NVIDIA H100 80GB HBM3", "gpu"):

@@ -20,6 +20,7 @@ def evaluations(held, segments, slots):
     )
 
 
+@pytest.mark.slow
 @placements
 def test_every_length_on_a_grid(place):
     for slots in range(1, 41):
@@ -80,6 +81,7 @@ def test_cheapest_is_optimal_in_the_range_of_algorithm_one(slots):
         assert evaluations(program.positions(n), n, slots) == best
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 8, 12, 16, 24, 40])
 def test_cheapest_is_near_the_optimum(slots):
@@ -109,6 +111,7 @@ def test_cheapest_stays_near_the_optimum_and_saves_seldom(slots):
     assert len(program.table.segment) < 7000
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("slots", "saves", "of_the_longest", "given_up"),

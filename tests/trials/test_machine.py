@@ -61,6 +61,7 @@ def test_a_wrong_loop_is_seen(wrong):
     assert said.startswith("AssertionError"), said
 
 
+@pytest.mark.slow
 def test_what_is_infinite_is_not_compared():
     """An infinite value is not compared, and raises no warning, which would be an error here."""
     trial = next(t for t in map(draw_trial, map(Uniform, range(200))) if t.program.eps == 2.0**-52)
@@ -121,6 +122,7 @@ def test_the_reference_is_what_jax_computes():
     np.testing.assert_allclose(alone, jax.jit(lambda x: vector(f(x, others)))(x), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_every_letter_is_drawn():
     assert {letter for trial in drawn() for letter in trial.pattern} == set(LETTERS)
 
