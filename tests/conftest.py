@@ -36,6 +36,13 @@ def pytest_addoption(parser):
     parser.addoption("--trials-record", default=None, help="a file: pieces that it has are done")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no file of a folder all of whose tests `-m` leaves out."""
+    if collection_path.parent == HERE and collection_path.name in ("accelerators", "programs"):
+        return f"not {collection_path.name}" in config.option.markexpr or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
     """Leave exhaustive cases out, unless `-m` names them or chooses nothing."""
