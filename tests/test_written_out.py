@@ -167,7 +167,8 @@ def test_what_a_plan_stores_is_not_run_again(act):
 
     args = rows(1, 16, 256)[1:]
     gradients = [jax.grad(f, (0, 1)), jax.grad(loopkit.checkpointed(f, memory="3 MB"), (0, 1))]
-    plain, stored = (primitives(g, *args) for g in gradients)
-    assert stored["name"] > 0
-    assert stored["dot_general"] == plain["dot_general"]
+    if not getattr(jax.config, "jax_remat3", False):  # which finds later what runs again
+        plain, stored = (primitives(g, *args) for g in gradients)
+        assert stored["name"] > 0
+        assert stored["dot_general"] == plain["dot_general"]
     assert_close(*(jax.jit(g)(*args) for g in gradients))
