@@ -132,7 +132,8 @@ def test_a_budget_between_two_plans_is_used(memory):
 
 def test_what_keeps_no_last_segments():
     f = lambda x, **how: loopkit.scan(lambda x, _: (jnp.sin(x), None), x, None, 12, **how)[0]
-    for bad in (Plan(2, segment=4, keeps_last=1), plan(1, 4, 1)):
+    on_the_host = Plan(2, segment=4, store="residuals", keeps_last=1, host=True)
+    for bad in (Plan(2, segment=4, keeps_last=1), plan(1, 4, 1), on_the_host):
         with pytest.raises(
             ValueError, match=r"checkpoints` can be a plan that keeps the last segm"
         ):

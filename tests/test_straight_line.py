@@ -147,6 +147,8 @@ def test_explain_says_what_runs_again():
     assert said.gradient.peak <= 1.1 * budget  # the plan is that of blocks, this of the whole
     assert said.gradient.compiled <= budget or not RUNS_AGAIN
     assert re.search(r"no loops\npeak .*; code between .* again: .* ms$", str(said))
+    if RUNS_AGAIN:
+        assert "code that runs again at test_straight_line.py:" in str(said.gradient.timeline)
     assert str(loopkit.explain(layers, *args)) == "no loops"
 
 

@@ -78,8 +78,8 @@ def checkpointed(
         least budget that will do, and what takes most of it. If it is predicted to need up to eight
         times the budget, loopkit compiles it first, and raises only if the compiler agrees.
     - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
-        predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice if
-        the first plan fits, and a few times more, with smaller plans, if it does not. It raises the
+        predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice
+        as a rule, and up to nine times while it looks for the fastest plan that fits. It raises the
         error only if none fits. `fn` needs a gradient in all its arguments, and `memory` must be
         one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to

@@ -168,7 +168,8 @@ def _adapted(plan: Plan, loop: Plan, name: str) -> Plan:
     plan = replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
     if plan.keeps_last and not can_keep_last(plan):
         expected = "can be a plan that keeps the last segments only if the number of steps is known"
-        expected += ", no writes are logged, and it stores residuals and has slots for all others"
+        expected += ", no writes are logged, nothing is on the host, and the plan stores residuals "
+        expected += "and has slots for all others"
         advice = "Leave `keeps_last` out, or pass `memory` instead of a plan."
         raise errors.wrong_value(name, "checkpoints", expected, plan.stored, advice)
     return plan
