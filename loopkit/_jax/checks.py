@@ -9,7 +9,8 @@ import jax
 from jax._src import checkify, linear_util
 
 from loopkit._jax.avals import Equation
-from loopkit._jax.jaxprs import bind_equation, context_of, open_jaxpr, trace, with_custom_rules
+from loopkit._jax.custom_rules import with_custom_rules
+from loopkit._jax.jaxprs import bind_equation, context_of, open_jaxpr, trace
 
 checkify_p = checkify.check_p
 

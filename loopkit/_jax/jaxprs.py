@@ -30,7 +30,7 @@ from loopkit._jax.avals import (
     slice_type,
     varying,
 )
-from loopkit._jax.next_jax import hi_primitive_p, scan_as_primitive, with_rules
+from loopkit._jax.next_jax import scan_as_primitive
 from loopkit._jax.sources import source
 
 call_jaxpr = core.jaxpr_as_fun
@@ -253,21 +253,6 @@ def context_of(eqn: Equation) -> Any:
     names = source_info.current_name_stack() + eqn.source_info.name_stack
     with source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
-
-
-def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> Any:
-    """Return a call with its rules for derivatives run as `within(rule)`; others are unchanged."""
-    if eqn.primitive is hi_primitive_p:
-        return eqn.replace(params={"_prim": with_rules(eqn.params["_prim"], within)})
-    rules = [k for k in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if k in eqn.params]
-    if not rules or not eqn.primitive.name.startswith("custom_"):
-        return eqn
-    params = dict(eqn.params)
-    for name in rules:
-        rule = params[name]
-        wrapped = within(rule.call_wrapped)
-        params[name] = linear_util.wrap_init(wrapped, debug_info=rule.debug_info)
-    return eqn.replace(params=params)
 
 
 def vmapped_axes() -> set:

@@ -81,8 +81,7 @@ def holds_custom_vjp(jaxpr: _jax.Jaxpr) -> bool:
 
 def holds_custom_jvp(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether any function inside has a custom JVP."""
-    rules = "custom_jvp_call", "CustomJVP"
-    return any(_jax.name_of_primitive(eqn).startswith(rules) for eqn in all_equations(jaxpr))
+    return any(map(_jax.has_custom_jvp, all_equations(jaxpr)))
 
 
 def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:

@@ -89,16 +89,33 @@ def primal_half(loop: Loop, active: Active) -> Loop:
 
     A custom rule serves one derivative. The next derivative is that of the rule's own code.
     """
-    if not loop.holds_custom_vjp:
+    if not loop.holds_custom_vjp and not equations.holds_custom_jvp(loop.body):
         return loop
 
     def make() -> Loop:
         forward, results = split_step(loop, active).forward, len(loop.body.out_avals)
         wanted = [i < results for i in range(len(forward.out_avals))]
         body, _ = _jax.dce(forward, wanted, [True] * len(forward.in_avals))
-        return loop.replace(body=body)
+        same = not loop.holds_custom_vjp and _have_same_rules(loop.body, body)
+        return loop if same else loop.replace(body=body)
 
     return loop.derived(("primal half", active), make)
+
+
+def _have_same_rules(body: _jax.Jaxpr, half: _jax.Jaxpr) -> bool:
+    """Return whether the forward half of a step surely calls the functions with rules of the step.
+
+    A rule may compute its result by the function itself, as that of `jax.nn.relu` does, or by code
+    that has another derivative.
+    """
+    rules = []
+    for eqn in equations.all_equations(body):
+        if "loop" in eqn.params or eqn.primitive.name in ("scan", "while"):
+            return False
+        if _jax.has_custom_jvp(eqn):
+            rules.append(_jax.jvp_rule(eqn))
+    again = [_jax.jvp_rule(e) for e in equations.all_equations(half) if _jax.has_custom_jvp(e)]
+    return None not in rules and rules == again
 
 
 def _cut(whole: Linearised, price: float) -> Split:

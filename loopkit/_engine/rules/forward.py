@@ -136,7 +136,8 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | No
     how = reversal(loop, active)
     if along is None:
         return _swept(loop, how, loop, operands)
-    run = loop.derived("held predicate", lambda: _with_held_predicate(loop))
+    half = primal_half(loop, active)
+    run = half.derived("held predicate", lambda: _with_held_predicate(half))
 
     def swept(*given: Any) -> list:
         values, stacks = parts(given, loop.operand_count)

@@ -1,0 +1,62 @@
+"""Rules that are not the derivative of their function, and compute its result by other code."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import loopkit
+from derivatives import assert_close
+
+
+@jax.custom_jvp
+def surrogate(x):
+    return jnp.sin(x)
+
+
+surrogate.defjvp(lambda p, t: (jnp.sin(p[0]), 2.0 * jnp.cos(p[0]) * t[0]))
+
+
+@jax.custom_jvp
+def by_another(x):
+    return jnp.sin(x)
+
+
+by_another.defjvp(lambda p, t: (surrogate(p[0]), 3.0 * jnp.cos(p[0]) * t[0]))
+
+
+@jax.custom_jvp
+def rounded(x):
+    return jnp.round(4 * x) / 4
+
+
+rounded.defjvp(lambda p, t: (jnp.round(4 * p[0]) / 4, t[0]))
+
+
+def in_a_loop(x, w):
+    return lax.scan(lambda x, _: (surrogate(x * w) * x, None), x, None, 3)[0]
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2, 5, "all"])
+@pytest.mark.parametrize("f", [surrogate, by_another, rounded, in_a_loop])
+def test_what_a_rule_computes_itself_has_its_own_derivative(f, checkpoints):
+    """A second derivative is that of the rule's own code, which need not call the function."""
+    step = (lambda x, w: f(1.1 * x, w)) if f is in_a_loop else (lambda x, w: f(1.1 * x * w) * x)
+
+    def looped(xw):
+        one = lambda x, _: (step(x, xw[1]) + 0.2, None)
+        return loopkit.scan(one, xw[0], None, 5, checkpoints=checkpoints)[0]
+
+    def unrolled(xw):
+        x = xw[0]
+        for _ in range(5):
+            x = step(x, xw[1]) + 0.2
+        return x
+
+    def orders(run):
+        loss = lambda xw: jnp.sin(run(xw)) ** 2
+        return jax.jacrev(jax.grad(loss)), jax.jacfwd(jax.grad(loss))
+
+    at = jnp.array([0.9, 0.8])
+    both = lambda run: jax.jit(lambda at: [order(at) for order in orders(run)])(at)
+    assert_close(both(looped), both(unrolled))
