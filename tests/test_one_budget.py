@@ -121,7 +121,7 @@ def test_all_modes_within_a_budget(f, mode):
 
 
 def compiled_bytes(f, *args):
-    compiled = jax.jit(jax.grad(f, (0, 1))).lower(*args).compile()
+    compiled = jax.jit(jax.grad(f, tuple(range(len(args))))).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -321,3 +321,25 @@ def test_loops_that_are_differentiated_inside_stay_as_they_are_laid_out():
 
     within = loopkit.checkpointed(slope, memory="50 kB")
     assert_close(jax.jit(jax.grad(within))(0.5), jax.grad(slope)(0.5))
+
+
+@pytest.mark.parametrize("kind", ["scan", "while_loop", "in a loop"])
+def test_loops_of_loopkit_share_the_budget_too(kind):
+    """If they have no budget of their own."""
+
+    def f(x):
+        if kind == "while_loop":
+            go, step = lambda c: c[0] < 200, lambda c: (c[0] + 1, jnp.sin(c[1]) * c[1])
+            x = loopkit.while_loop(go, step, (0, x), max_steps=200)[1]
+        elif kind == "scan":
+            x, _ = loopkit.scan(lambda c, _: (jnp.sin(c) * c, None), x, None, 200)
+        else:
+            inner = lambda c: loopkit.scan(lambda c, _: (jnp.sin(c) * c, None), c, None, 12)[0]
+            x, _ = loopkit.scan(lambda c, _: (inner(c) + 0.1, None), x, None, 40)
+        return jnp.sum(x)
+
+    x, budget = jnp.linspace(-1.0, 1.0, 1000), 90_000
+    assert compiled_bytes(f, x) > 4 * budget
+    within = loopkit.checkpointed(f, memory=budget)
+    assert compiled_bytes(within, x) <= budget
+    assert_close(jax.jit(jax.grad(within))(x), jax.jit(jax.grad(f))(x))

@@ -56,8 +56,10 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
     def with_number(eqn: _jax.Equation) -> Any:
         nonlocal count
         loop: Any = eqn.params.get("loop")
-        part = getattr(loop, "checkpoints", None)
-        if not isinstance(part, Part) or part.number != 0 or eqn.primitive not in WITH_PARTS:
+        if loop is None or eqn.primitive not in WITH_PARTS:
+            return eqn
+        part = budget if loop.checkpoints is None else loop.checkpoints
+        if not isinstance(part, Part) or part.number != 0:
             return eqn
         count += 1
         # A loop that occurs several times is differentiated once.
