@@ -60,3 +60,15 @@ def test_what_a_rule_computes_itself_has_its_own_derivative(f, checkpoints):
     at = jnp.array([0.9, 0.8])
     both = lambda run: jax.jit(lambda at: [order(at) for order in orders(run)])(at)
     assert_close(both(looped), both(unrolled))
+
+
+@pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus])
+def test_a_rule_that_calls_its_function_costs_no_further_sweep(f):
+    def sweeps(act):
+        step = lambda x, _: (act(1.1 * x) * x, None)
+        loss = lambda x: jnp.sum(loopkit.scan(step, x, None, 7)[0] ** 2)
+        slope = lambda x: jnp.sum(jax.grad(loss)(x))
+        return str(jax.make_jaxpr(jax.grad(slope))(jnp.ones(3))).count("loopkit_forward[")
+
+    assert sweeps(f) == sweeps(jnp.tanh) > 0
+    assert sweeps(surrogate) > sweeps(jnp.tanh)

@@ -36,10 +36,14 @@ def jvp_rule(eqn: Equation) -> Any:
 
     Each trace of a call wraps the rule anew. Calls with static arguments have no rule of their own.
     """
-    memoized = getattr(eqn.params.get("jvp_jaxpr_fun"), "f", None)
-    rule = _closed_over(_closed_over(memoized, "fn"), "jvp")
-    names = [step.__name__ for step, *_ in getattr(rule, "transforms", ())]
-    return rule.f if names == ["_flatten_jvp"] else None
+    rule = eqn.params.get("jvp_jaxpr_fun")
+    while rule is not None:
+        if [step.__name__ for step, *_ in getattr(rule, "transforms", ())] == ["_flatten_jvp"]:
+            return rule.f
+        fun = getattr(rule, "f", None)
+        fun = _closed_over(fun, "fn") or fun
+        rule = _closed_over(fun, "jvp_jaxpr_fun") or _closed_over(fun, "jvp")
+    return None
 
 
 def _closed_over(fun: Any, name: str) -> Any:

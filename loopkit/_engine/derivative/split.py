@@ -89,7 +89,8 @@ def primal_half(loop: Loop, active: Active) -> Loop:
 
     A custom rule serves one derivative. The next derivative is that of the rule's own code.
     """
-    if not loop.holds_custom_vjp and not equations.holds_custom_jvp(loop.body):
+    holds = lambda: loop.holds_custom_vjp or equations.holds_custom_jvp(loop.body)
+    if not loop.derived_of_step("holds rules", holds):
         return loop
 
     def make() -> Loop:
