@@ -335,10 +335,8 @@ def described(eqn: _jax.Equation) -> str:
     name = name if _jax.checkpoint_name(eqn) is None else "code"
     if equations.is_remat(eqn):  # a stretch has no line of its own
         inside = _jax.open_jaxpr(equations.jaxprs_in(eqn)[0]).eqns
-        name, source = (
-            "code that runs again",
-            next(filter(None, map(_jax.source_of, inside)), source),
-        )
+        name = "code that runs again"
+        source = next(filter(None, map(_jax.source_of, inside)), source)
     return name if source is None else f"{name} at {os.path.basename(source[0])}:{source[1]}"
 
 
