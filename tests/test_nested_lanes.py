@@ -54,6 +54,29 @@ def test_derivatives_in_each_lane(problem: Problem, pattern):
     assert_close(got.reshape(6, *got.shape[2:]), one_by_one(problem, pattern, xs))
 
 
+@pytest.mark.parametrize("how", [{}, {"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
+def test_after_the_same_function_of_one_lane(how):
+    """The derivative of a step is cached with the step's own shapes, not with those of its lanes."""
+
+    def shrink(a, loop=ft.partial(loopkit.while_loop, max_steps=9, lanes="compact", **how)):
+        return loop(lambda a: a.sum() > 0.4, lambda a: lax.cumsum(a, reverse=True) * 0.3, a)
+
+    def in_python(goes_on, step, a):
+        for _ in range(8):
+            a = jnp.where(goes_on(a), step(a), a)
+        return a
+
+    def both(one):
+        of_one = lambda x: (jax.vmap(one)(x) ** 2).sum()
+        of_all = lambda xs: jax.vmap(of_one)(xs).sum()
+        return jax.grad(of_one)(xs[0]), jax.grad(of_all)(xs), jax.grad(of_one)(xs[1])
+
+    xs = jnp.arange(1.0, 13.0).reshape(2, 2, 3) / 10
+    wanted = both(ft.partial(shrink, loop=in_python))
+    assert_close(both(shrink), wanted)
+    assert_close(jax.jit(lambda: both(shrink))(), wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("problem", "pattern"), in_turn(STOPPING, ["f", "r", "rf"], of=4))
 def test_derivatives_of_all_lanes(problem: Problem, pattern):

@@ -184,7 +184,9 @@ class LoopOfLanes(Loop):
 
 
 def _fields(loop: Loop, lane: OneLane | None) -> dict:
-    return {f.name: getattr(loop, f.name) for f in fields(Loop)} | {"memory": {}, "lane": lane}
+    """Return the fields of a loop, with nothing cached."""
+    kept = {f.name: getattr(loop, f.name) for f in fields(Loop)}
+    return kept | {"memory": {}, "step_memory": {}, "lane": lane}
 
 
 def waiting_lanes(lane: OneLane) -> Batched:
