@@ -1,5 +1,6 @@
 """Checkpoints in the host's memory."""
 
+import functools as ft
 import re
 from types import SimpleNamespace
 
@@ -271,3 +272,32 @@ def test_all_loops_of_a_function_share_both_budgets():
     assert [p.host for p in plans] == [True, True]
     assert sum(p.host_bytes for p in plans) <= 2_000_000
     assert_close(jax.grad(kept)(x), jax.grad(f)(x))
+
+
+def test_the_hessian_of_rows_on_the_host():
+    """Tangents of a row on the host have a batch, and JAX has no lanes of such a row."""
+    memory, x = {"device": "2 kB", "host": "100 kB"}, jnp.cos(jnp.arange(4.0))
+
+    def loss(x, scan=loopkit.scan):
+        return jnp.sum(scan(lambda c, _: (jnp.sin(c) + 0.1 * c, c[0]), x, length=40)[0] ** 2)
+
+    wanted = in_numpy(jax.hessian(lambda x: loss(x, jax.lax.scan)), x)
+    assert_close(jax.hessian(lambda x: loss(x, ft.partial(loopkit.scan, memory=memory)))(x), wanted)
+    replaced = loopkit.checkpointed(lambda x: loss(x, jax.lax.scan), memory=memory)
+    assert_close(jax.jit(jax.hessian(replaced))(x), wanted)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_more_bytes_on_the_device_never_take_longer(replaced):
+    def planned(device):
+        how = {"memory": {"device": device, "host": 30_000}}
+        scan = loopkit.scan if not replaced else jax.lax.scan
+        scan = scan if replaced else ft.partial(scan, **how)
+        f = lambda x: jnp.sum(scan(lambda c, _: (jnp.sin(c) * c, None), x, length=60)[0] ** 2)
+        f = loopkit.checkpointed(f, **how) if replaced else f
+        return loopkit.explain(f, jnp.ones(500)).plan
+
+    plans = [planned(device) for device in (60_000, 100_000, 300_000, 1_000_000, 10**9)]
+    times = [plan.nanoseconds(60) for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert plans[-1].evaluations(60)[1] <= 60 < plans[0].evaluations(60)[1]

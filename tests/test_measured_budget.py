@@ -142,6 +142,24 @@ def test_inside_other_transformations():
         assert_close(measured(X, W), twice(X, W, unrolled))
 
 
+@pytest.mark.parametrize("memory", [20_000, 60_000])
+def test_a_function_that_fits_as_it_is(memory):
+    """Blocks may keep the compiler from fusing what needs no memory in the function itself."""
+    row = lambda r, w: lax.cond(r[0] > 0, lambda r: jnp.sin(r) * w, jnp.cos, r)
+
+    def f(x, ws):
+        for k in range(4):
+            x = jax.vmap(row)(x, ws[k])
+        return jnp.sum(x**2)
+
+    x = jnp.cos(jnp.arange(32 * 32.0)).reshape(32, 32)
+    ws = jnp.stack([jnp.sin(x * k) for k in range(4)])
+    measured = loopkit.checkpointed(f, memory=memory, measure=True)
+    assert compiled_bytes(f, x, ws) <= memory
+    assert compiled_bytes(measured, x, ws) <= memory
+    assert_close(jax.jit(jax.grad(measured))(x, ws), jax.grad(f)(x, ws))
+
+
 def test_one_memory_in_bytes():
     expected = r"`measure` can be True only if `memory` is a number of bytes\. .*Got: memory="
     for memory in (None, {"device": 10**6, "host": 10**6}):

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import loopkit
+from derivatives import assert_close
 from loopkit import _jax
 from loopkit._engine.derivative.reversal import reversal
 
@@ -277,3 +278,19 @@ def test_a_residual_is_computed_once_going_back(unknown):
 
     compiled = jax.jit(jax.grad(f, (0, 1))).lower(X, X).compile()
     assert compiled.as_text().count(" cosine(") == 1
+
+
+@pytest.mark.parametrize("checkpoints", [None, 5, "all"])
+def test_ys_that_nobody_reads_take_no_memory(checkpoints):
+    """As in lax, where the compiler drops them. The sweep of segments has a loop in a loop."""
+
+    def loss(x, scan=loopkit.scan, **how):
+        step = lambda c, _: (c * jnp.cos(c[0]), jnp.tile(c, 40))
+        return jnp.sum(scan(step, x, None, 60, **how)[0])
+
+    slope = jax.jit(jax.grad(lambda x: loss(x, checkpoints=checkpoints)))
+    needed = slope.lower(X).compile().memory_analysis().temp_size_in_bytes
+    assert needed < 60 * 40 * CARRY
+    assert_close(slope(X), jax.grad(lambda x: loss(x, lax.scan))(X))
+    again = lambda slope: jax.grad(lambda x: jnp.sum(jnp.sin(slope(x))))(X)
+    assert_close(again(slope), again(jax.grad(lambda x: loss(x, lax.scan))))

@@ -64,11 +64,13 @@ def test_what_a_rule_computes_itself_has_its_own_derivative(f, checkpoints):
 
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus])
 def test_a_rule_that_calls_its_function_costs_no_further_sweep(f):
-    def sweeps(act):
+    def sweeps(act, memory=None):
         step = lambda x, _: (act(1.1 * x) * x, None)
         loss = lambda x: jnp.sum(loopkit.scan(step, x, None, 7)[0] ** 2)
+        loss = loss if memory is None else loopkit.checkpointed(loss, memory=memory)
         slope = lambda x: jnp.sum(jax.grad(loss)(x))
         return str(jax.make_jaxpr(jax.grad(slope))(jnp.ones(3))).count("loopkit_forward[")
 
     assert sweeps(f) == sweeps(jnp.tanh) > 0
+    assert sweeps(f, "1 MB") == sweeps(jnp.tanh, "1 MB") > 0  # rules are wrapped once more
     assert sweeps(surrogate) > sweeps(jnp.tanh)

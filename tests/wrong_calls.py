@@ -216,6 +216,14 @@ UPPERS = {
     "float bound": (counting(upper=3.0), r"3\.0", "int"),
     "traced float bound": (traced(lambda n: counting(upper=n), 3.0), r"float(32|64)\[\]", "int"),
     "bound with an axis": (counting(upper=jnp.arange(3)), r"int64\[3\]"),
+    "unsigned after a negative": (
+        traced(lambda n: counting(lower=-2, upper=n), jnp.uint8(3)),
+        *("`lower` and `upper` must fit in one integer type", "-2", r"uint8\[\]"),
+    ),
+    "unsigned after signed": (
+        traced(lambda n: counting(lower=n, upper=n.astype("uint8")), jnp.int32(3)),
+        *("`lower` and `upper` must fit in one integer type", r"int32\[\] and uint8\[\]"),
+    ),
 }
 
 # ---------------------------------------------------------------- settings that the loops share

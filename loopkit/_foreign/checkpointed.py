@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.validate import type_of
+from loopkit._engine.derivative.ways import MARGIN
 from loopkit._engine.derivative.whole_program import with_parts
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
@@ -213,9 +214,14 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     if not has_rules:  # loops in rules are traced later
         _check_found(settings, has_loops)
     budget = settings.budget
-    planned = with_parts(jaxpr, budget, consts) if isinstance(budget, Part) else jaxpr
-    changed = has_loops or planned is not jaxpr
-    jaxpr = with_rules(planned, settings)
+    if isinstance(budget, Part):
+        # JAX traces the rules while they are planned. Each loop in them may take nearly all bytes.
+        each = Bytes(int(budget.count / MARGIN), host=budget.host)
+        within = with_rules(jaxpr, replace(settings, budget=each))
+        planned = with_parts(within, budget, consts)
+        changed, jaxpr = has_loops or planned is not within, planned
+    else:
+        changed, jaxpr = has_loops, with_rules(jaxpr, settings)
     same = interned(jaxpr)
     known = same is not None
     return Program(same or jaxpr, consts, out_tree, rest, changed, has_rules, known)

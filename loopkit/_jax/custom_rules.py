@@ -21,7 +21,8 @@ def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> 
     params = dict(eqn.params)
     for name in rules:
         rule = params[name]
-        wrapped = within(rule.call_wrapped)
+        wrapped: Any = within(rule.call_wrapped)
+        wrapped.rule_within = rule
         params[name] = linear_util.wrap_init(wrapped, debug_info=rule.debug_info)
     return eqn.replace(params=params)
 
@@ -43,6 +44,7 @@ def jvp_rule(eqn: Equation) -> Any:
         fun = getattr(rule, "f", None)
         fun = _closed_over(fun, "fn") or fun
         rule = _closed_over(fun, "jvp_jaxpr_fun") or _closed_over(fun, "jvp")
+        rule = rule or getattr(fun, "rule_within", None)
     return None
 
 

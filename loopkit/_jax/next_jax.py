@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools as ft
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,7 +58,8 @@ def is_object(value: object) -> bool:
 def with_params(operation: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Return an operation with the parameters that `change` returns, its jaxprs included.
 
-    The operation of a function with a rule stays as it is, because JAX holds the function itself.
+    The operation stays as it is if JAX runs functions that it holds, and not its jaxpr. Its class
+    then takes other arguments: those of functions with a rule, and of `lax.custom_root`, do.
     """
     traced = operation.params.get("traced")
     if traced is not None:
@@ -65,7 +67,8 @@ def with_params(operation: Any, change: Callable[[dict[str, Any]], dict[str, Any
         return operation
     params = change(operation.params)
     same = all(params[k] is v for k, v in operation.params.items())
-    return operation if same else type(operation)(**params)
+    stays = same or params.keys() != inspect.signature(type(operation)).parameters.keys()
+    return operation if stays else type(operation)(**params)
 
 
 def with_rules(operation: Any, within: Callable[[Callable], Callable]) -> Any:

@@ -264,11 +264,27 @@ def fori_loop(
         raise errors.wrong_value(name, "unroll", expected, repr(unroll), advice)
     first, stop = jnp.asarray(lower), jnp.asarray(upper)
     if first.dtype != stop.dtype:  # weak types stay weak, as in lax
-        first, stop = (v.astype(jnp.result_type(lower, upper)) for v in (first, stop))
+        first, stop = (v.astype(_common_type(lower, upper)) for v in (first, stop))
     init = (first, stop), init_val
     spec = LoopSpec.of(FORI, (body_fun, _goes_on), init, NO_INPUTS, max_steps, asked)
     out = run_while(spec)
     return (out[0][1], out[1]) if return_info else out[1]
+
+
+def _common_type(lower: Any, upper: Any) -> Any:
+    """Return a type of integers that holds both bounds, at least one of which is traced."""
+    typed = [jax.typeof(v) for v in (lower, upper) if not isinstance(v, int)]
+    if len(typed) == 1:
+        known, limits = lower if isinstance(lower, int) else upper, jnp.iinfo(typed[0].dtype)
+        if limits.min <= known <= limits.max:
+            return typed[0].dtype
+    elif len({jnp.issubdtype(t.dtype, jnp.signedinteger) for t in typed}) == 1:
+        return jnp.result_type(lower, upper)
+    show = lambda v: str(v) if isinstance(v, int) else errors.short_type(jax.typeof(v))
+    expected = "must fit in one integer type, that of a traced bound"
+    advice = "Convert one of them, for instance by `.astype(jnp.int32)`."
+    got = f"{show(lower)} and {show(upper)}"
+    raise errors.wrong_type(FORI.function, "lower` and `upper", expected, got, advice)
 
 
 def _goes_on(carry: tuple) -> Any:

@@ -7,11 +7,13 @@ bytes as well as steps: reading and writing a byte costs more once the caches ar
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from loopkit._plans.costs import SPARED, TABLES, Store
+from loopkit._plans.one_price import host_prices
 from loopkit._plans.plan import Plan
 
 FEW_SLOTS = 32
@@ -98,12 +100,15 @@ def plans_by_time(loop: Plan, most: int, host: int | None, unasked: Plan | None)
     """
     small = [*_smallest(loop), *([] if unasked is None else [unasked])]
     few = min(small, key=lambda p: (p.host_bytes, p.peak_bytes))
-    steps, part = steps_of(loop), 1.0 if host is None else host / most
-    fits = lambda p: p.peak_bytes <= most and p.host_bytes * loop.host <= part * most
+    steps = steps_of(loop)
+    fits = lambda p: p.peak_bytes <= most and (host is None or p.host_bytes <= host)
     plans = dict.fromkeys([*small, *_candidates(loop, steps, None, NEXT_OF_FEW)])
     fit = [p for p in plans if p is few or fits(p)]
-    size = lambda p: p.peak_bytes + p.host_bytes * loop.host / part
-    return _worth_their_bytes(fit, steps, size)[::-1]
+    found = []
+    for price in host_prices(host):
+        size = lambda p, price=price: p.peak_bytes + price * p.host_bytes
+        found += _worth_their_bytes(fit, steps, size)
+    return sorted(dict.fromkeys(found), key=lambda p: p.nanoseconds(steps))
 
 
 def _worth_their_bytes(
@@ -244,9 +249,12 @@ def _slot_counts(plan: Plan, segments: int, most: int | None) -> list[int]:
 
 def _slots_in(host: int, plan: Plan, segments: int) -> int:
     """Return how many slots fit in this many bytes on the host."""
-    if (every := host // plan.step.carry_bytes) >= segments:
-        return segments if plan.bound is not None else min(segments, PLACED)
-    return min(every, host // (plan.step.carry_bytes + 4), SPLIT if plan.exact else PLACED)
+    size = lambda slots: replace(plan, slots=slots).slot_bytes
+    every = segments if plan.bound is not None else min(segments, PLACED)
+    if size(every) <= host:
+        return every
+    some = range(1, 1 + min(every, SPLIT if plan.exact else PLACED))
+    return bisect_right(some, host, key=size)
 
 
 def _prices(loop: Plan) -> list[float]:

@@ -37,8 +37,23 @@ class Choice(NamedTuple):
     counts: tuple[Count, ...] = ()
     """The budgets, of this loop and of those in its steps, that lead to this choice."""
 
+    def size(self, host_price: float) -> float:
+        """Return the bytes on the device, and those on the host by their relative price."""
+        return self.saved + self.working + host_price * self.host
+
 
 Choices = Mapping[Hashable, Sequence[Choice]]
+
+HOST_PRICES = 0.0, 0.25, 1.0, 4.0, 16.0
+"""The prices of a byte on the host, relative to one on the device, that a budget for both tries.
+
+They do not depend on the budget, so a larger one never leads to a slower plan.
+"""
+
+
+def host_prices(host: int | None) -> Sequence[float]:
+    """Return the prices to try with this budget on the host."""
+    return (0.0,) if host is None else HOST_PRICES
 
 
 class Moment(NamedTuple):
@@ -98,7 +113,7 @@ def by_price(
 
     `host_price` is the price of a byte on the host, relative to one on the device.
     """
-    size = lambda c: c.saved + c.working + host_price * c.host
+    size = lambda c: c.size(host_price)
     hulls = {key: _hull(some, size) for key, some in choices.items()}
     chosen = {key: hull[0][1] for key, hull in hulls.items()}
     yield state_of(moments, chosen)

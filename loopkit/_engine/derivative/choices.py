@@ -38,6 +38,7 @@ from loopkit._plans.one_price import (
     by_price,
     fastest_first,
     few,
+    host_prices,
     state_of,
     without_dominated,
 )
@@ -120,8 +121,9 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
         for step in steps:
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
-    price = budget.count / budget.host if budget.host else 0.0  # as in `Ways`
-    return fastest_first(found, lambda c: c.saved + c.working + price * c.host)
+    prices = host_prices(budget.host)
+    best = (c for price in prices for c in fastest_first(found, lambda c: c.size(price)))
+    return sorted(dict.fromkeys(best), key=lambda c: c.nanoseconds)
 
 
 def _choice(plan: Plan, step: State, number: Any) -> Choice:

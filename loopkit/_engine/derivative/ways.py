@@ -21,7 +21,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import planned_for
 from loopkit._plans.budget import Part
 from loopkit._plans.costs import price_beyond_caches
-from loopkit._plans.one_price import Chain, State, few
+from loopkit._plans.one_price import Chain, State, few, host_prices
 from loopkit._programs import shared
 
 MARGIN = 1.1
@@ -95,7 +95,13 @@ class Ways:
 
     def compiled(self, best: Best) -> tuple[Any, int]:
         """Return the program in its best way, and the memory that XLA reports for its gradient."""
-        made = settled(best.way.program(), best.state)
+        return self._compiled(settled(best.way.program(), best.state))
+
+    def untouched(self) -> tuple[Any, int] | None:
+        """Return the program as it is, and its memory; None if there are plans for loops in it."""
+        return None if self.first else self._compiled(self._numbered)
+
+    def _compiled(self, made: Any) -> tuple[Any, int]:
         try:
             return made, temporary_bytes(made, self._known)
         except Exception as error:
@@ -147,9 +153,11 @@ class Ways:
         return best.way in self.first and best.state.nanoseconds <= fastest
 
     def _in(self, way: Way, count: int, host: int | None) -> Best:
-        chain = self._chain(way, count / host if host else 0.0)
-        found = chain.within(count, host)
-        return Best(way, found or chain.least(host is not None), found is not None)
+        chains = [self._chain(way, price) for price in host_prices(host)]
+        if fit := [s for chain in chains if (s := chain.within(count, host))]:
+            return Best(way, min(fit, key=lambda s: s.nanoseconds), True)
+        least = [chain.least(host is not None) for chain in chains]
+        return Best(way, min(least, key=lambda s: (0 if host is None else s.host, s.bytes)), False)
 
     def _chain(self, way: Way, host_price: float = 0.0) -> Chain:
         """Return the states of a way. A byte on the host has `host_price` times the price here."""

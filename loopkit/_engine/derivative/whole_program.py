@@ -113,12 +113,12 @@ def _measured(ways: Ways, best: Best) -> Any:
             return _fastest_between(ways, larger, best, made)
         saved = (more - needed) / max(1, larger.state.bytes - best.state.bytes)
         fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
-    for other in ways.smallest()[:SMALLEST]:
-        if other.way is not best.way:
-            again, fewer = ways.compiled(other)
-            if fewer <= limit:
-                return again
-            made, needed = min((made, needed), (again, fewer), key=lambda pair: pair[1])
+    others = [other for other in ways.smallest()[:SMALLEST] if other.way is not best.way]
+    for found in (ways.untouched(), *map(ways.compiled, others)):
+        if found is not None and found[1] < needed:
+            made, needed = found
+        if needed <= limit:
+            return made
     return _refused(made, _refusal_as_compiled(limit, needed, best))
 
 
@@ -155,12 +155,17 @@ def _smallest(ways: Ways, best: Best) -> Any:
     try:
         made, needed = ways.compiled(best)
     except NotCompiledError:
-        made, needed = settled(best.way.program(), best.state), best.state.bytes
+        made = settled(best.way.program(), best.state)
+        return _refused(made, _refusal(budget, best))
     if needed <= budget.count:
         return _with_room(ways, best, made, needed)
+    if (untouched := ways.untouched()) and untouched[1] < needed:
+        made, needed = untouched
+        if needed <= budget.count:
+            return made
     if needed < best.state.bytes:
         return _refused(made, _refusal_as_compiled(budget.count, needed, best))
-    return _refused(made, _refusal(budget, best))
+    return _refused(made, _refusal(budget, best, f"; the compiler needs {needed} bytes for it"))
 
 
 def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
@@ -169,8 +174,11 @@ def _refused(jaxpr: _jax.Jaxpr, reason: str) -> Any:
     return _jax.trace_closed(run, jaxpr.in_avals, "refused")
 
 
-def _refusal(budget: Bytes, best: Best) -> str:
-    """Return the error message for a budget in which no gradient of the program fits."""
+def _refusal(budget: Bytes, best: Best, more: str = "") -> str:
+    """Return the error message for a budget in which no gradient of the program fits.
+
+    `more` says what the compiler needs for the smallest plan.
+    """
     least = best.state
     where, needed, got, advice = "", least.bytes, budget.count, f"`memory={least.bytes}` or more"
     if budget.host is not None:
@@ -181,7 +189,7 @@ def _refusal(budget: Bytes, best: Best) -> str:
     most, count = _holds_most(best)
     return (
         f"loopkit.checkpointed: `memory` must be at least {needed} bytes{where}. Most of it, "
-        f"{count} bytes, is for {most}. Pass {advice}. Got: {got} bytes."
+        f"{count} bytes, is for {most}. Pass {advice}{more}. Got: {got} bytes."
     )
 
 

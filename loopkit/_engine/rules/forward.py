@@ -132,10 +132,16 @@ define(
 _jax.register_partial_eval(dual_p, known_part, known_equation)
 
 
-def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | None = None) -> list:
+def evaluate(
+    *operands: jax.Array,
+    loop: Loop,
+    active: Active,
+    along: Along | None = None,
+    unread: tuple[bool, ...] = (),
+) -> list:
     how = reversal(loop, active)
     if along is None:
-        return _swept(loop, how, loop, operands)
+        return _swept_for(loop, how, operands, unread)
     half = primal_half(loop, active)
     run = half.derived("held predicate", lambda: _with_held_predicate(half))
 
@@ -149,6 +155,19 @@ def evaluate(*operands: jax.Array, loop: Loop, active: Active, along: Along | No
     within = along._replace(operands=(*along.operands, *moving))
     values, tangents = parts(operands, loop.operand_count)
     return within.evaluate(swept, [*values, *stacks, *tangents], kept(moved, moving))
+
+
+def _swept_for(
+    loop: Loop, how: Reversal, operands: Sequence[Any], unread: Sequence[bool]
+) -> list:
+    """Run the forward sweep without what only unread results need. Those are zeros."""
+    few = how.prune_results([not u for u in unread]) if any(unread) else None
+    if few is None:
+        return _swept(loop, how, loop, operands)
+    outs = _swept(loop, how.pruned(few), few.loop, few.map_operands(operands))
+    found, residuals = parts(outs, few.loop.primal_counts[1])
+    pairs = zip(few.map_results(found), loop.result_types, strict=True)
+    return [*(_jax.zeros(t) if v is None else v for v, t in pairs), *residuals]
 
 
 def _with_held_predicate(loop: Loop) -> Loop:
@@ -178,7 +197,7 @@ def _swept(
 
 
 def runs_with(
-    used: list[bool], *, loop: Loop, active: Active, along: Along | None = None
+    used: list[bool], *, loop: Loop, active: Active, along: Along | None = None, **_: object
 ) -> tuple[list[bool], Any] | None:
     """Leave out what neither the used results nor the residuals need: see `PARTIAL_EVAL_RULES`.
 
@@ -198,7 +217,7 @@ def runs_with(
 
 
 def result_types(
-    *_: object, loop: Loop, active: Active, along: Along | None = None
+    *_: object, loop: Loop, active: Active, along: Along | None = None, **__: object
 ) -> tuple[list, Any]:
     types = [*loop.result_types, *sweeps(reversal(loop, active)).residual_types]
     return types if along is None else along.types(types), loop.effects
@@ -211,6 +230,7 @@ def jvp(
     loop: Loop,
     active: Active,
     along: Along | None = None,
+    **_: object,
 ) -> tuple[list, list]:
     if along is not None:
         by_others = ft.partial(apart, loop=loop, active=active, along=along)
@@ -250,13 +270,19 @@ def _with_pushforward(
 
 
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
-    """Remove tangents if none is used; if no residual is, either, the loop itself is left."""
+    """Remove tangents if none is used; if no residual is, either, the loop itself is left.
+
+    Unread results, such as stacked ys, stay among the results: second derivatives count them.
+    """
     loop, along = eqn.params["loop"], eqn.params.get("along")
     operands, results = loop.primal_counts
     every = [True] * len(eqn.invars)
     if along is None:
         if any(used[results:]):
-            return every, eqn
+            if all(used[:results]) or reversal(loop, eqn.params["active"]).undo is not None:
+                return every, eqn
+            unread = tuple(not u for u in used[:results])
+            return every, eqn.replace(params=eqn.params | {"unread": unread})
         return while_.dce(used[:results], known_equation(eqn))
     count = len(along.results)
     if not any(used[count:]):

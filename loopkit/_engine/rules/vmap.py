@@ -90,8 +90,10 @@ def _batch_forward(
     loop: Loop,
     active: Active,
     along: Along | None = None,
+    **_: object,
 ) -> tuple:
-    stores_rows = reversal(loop, active).plan.stores_rows
+    how = reversal(loop, active)
+    stores_rows = how.plan.stores_rows
     if along is None:
         if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
             return narrowed.forward(loop, lanes, args, dims, active)
@@ -101,9 +103,10 @@ def _batch_forward(
         return outs, [*batched.results, *_residual_axes(loop, batched, active)]
     params = {"loop": loop, "active": active, "along": along}
     value_dims = dims[: loop.operand_count]
-    if _same(loop, axis, value_dims):
+    same = _same(loop, axis, value_dims)
+    if same and not any(how.on_host):  # JAX has no lanes of a row on the host
         return _more_directions(forward_p, axis, args, dims, params)
-    if narrowed.lanes_of(loop, axis, value_dims) is not None:
+    if same or narrowed.lanes_of(loop, axis, value_dims) is not None:
         return _jax.batched_call(ft.partial(forward.apart, **params), axis, args, dims)
     leaves = _leaves(loop, along, active if stores_rows else None)
     batched = _batched_for(loop, axis, value_dims, leaves, active)
@@ -119,7 +122,8 @@ def _batch_pullback(
         return _batch_cotangents(axis, args, dims, **params)
     loop, layout, active = (params[k] for k in ("loop", "layout", "active"))
     values = dims[: loop.operand_count]
-    if _same(loop, axis, dims[: len(along.operands)]):
+    on_host = any(reversal(loop, layout).on_host)
+    if not on_host and _same(loop, axis, dims[: len(along.operands)]):
         return _more_directions(pullback_p, axis, args, dims, params)
     by_others = ft.partial(pullback_apart, **params)
     if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
