@@ -279,7 +279,8 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     every = [True] * len(eqn.invars)
     if along is None:
         if any(used[results:]):
-            if all(used[:results]) or reversal(loop, eqn.params["active"]).undo is not None:
+            whole = loop.effects or loop.shows or reversal(loop, eqn.params["active"]).undo
+            if whole or all(used[:results]):
                 return every, eqn
             unread = tuple(not u for u in used[:results])
             return every, eqn.replace(params=eqn.params | {"unread": unread})
