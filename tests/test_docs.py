@@ -109,6 +109,7 @@ def run_in_fresh_interpreter(page: Path, directory: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name
 )
@@ -116,6 +117,7 @@ def test_code_blocks_run(page, tmp_path):
     run_in_fresh_interpreter(page, tmp_path)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstring_examples_run(name, tmp_path):
     """Every function has one; a class need not."""

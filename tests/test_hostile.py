@@ -57,7 +57,7 @@ def test_fresh_functions_leave_nothing_behind(compilations):
     assert resident() - before < 16e6  # three kilobytes a call would be half of that
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("transform", "count"), [("value", 100_000), ("gradient", 4_000)])
 def test_very_many_leaves(transform, count):
     """Traced, not compiled. What linearises a call in JAX takes the square of their number."""

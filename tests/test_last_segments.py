@@ -62,7 +62,7 @@ def test_derivatives_of_first_and_second_order(length, slots, segment, last, sec
     assert_close(of(got), of(wanted))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize("jit", [False, True])
 def test_lanes_of_vmap(unroll, jit):

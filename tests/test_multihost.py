@@ -72,6 +72,7 @@ def written_out(a, steps: int, by: str):
     return jnp.sum(jnp.sin(x)) + (0.0 if by == "while_loop" else total)
 
 
+@pytest.mark.exhaustive
 def test_predicates_of_what_all_have(tmp_path):
     """Both take the same number of steps, and have the value and gradient of a Python loop."""
     processes = found(tmp_path, "predicates")
@@ -164,6 +165,7 @@ def test_one_does_not_come(tmp_path):
         assert "the sum took more than 5 s: gave up" in first.said()
 
 
+@pytest.mark.exhaustive
 def test_example(tmp_path):
     """It starts its processes, says what it needs and whether it is right, and goes on."""
     options = [*SMALL, "--checkpoints", str(tmp_path / "checkpoints"), "--memory", "20 kB"]

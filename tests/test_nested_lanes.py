@@ -237,7 +237,7 @@ def test_lanes_that_have_stopped_cannot_put_nan_anywhere():
     assert_close(got, of_each(jax.grad(unrolled, 1), ns, GRID))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_names_of_axes():
     """Lanes that read others wait for them, those of the other axis do not matter."""
 

@@ -81,6 +81,7 @@ def test_jax_conjugate_gradients():
 # ---------------------------------------------------------------- optax
 
 
+@pytest.mark.exhaustive
 def test_optax_lbfgs_with_its_zoom_line_search():
     optax = import_or_skip("optax")
 

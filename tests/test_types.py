@@ -46,7 +46,7 @@ def run_checker(name, *args, **options):
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHECKS)
 def test_checkers_agree(name):
     run_checker(name, *CHECKS[name], cwd=ROOT)

@@ -87,7 +87,7 @@ def test_only_rows_that_are_provably_written_once():
     assert written(lambda i, k: i, by=2) == [(1, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpoints", [Plan(2, 2, "residuals"), Plan(1), "all"], ids=range(3))
 def test_inner_loops_log_too(checkpoints):
     """The edit distance of two words, softened; the table is filled by two loops."""

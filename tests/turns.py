@@ -12,7 +12,7 @@ import pytest
 
 MANY = {"quick": 4, "slow": 2}
 """A test with so many cases in one tier keeps the first and every nth of them there."""
-SHARE = {"quick": 5, "slow": 7}
+SHARE = {"quick": 5, "slow": 15}
 """That n. Axes of two, three, four or six values still take turns."""
 WHOLE = "every_case", "exhaustive", "programs", "trials", "accelerators", "site"
 """Marks of tests all of whose cases run with the first."""
