@@ -320,7 +320,7 @@ def test_transpose_of_a_linear_loop():
         ({"only": 3}, "loopkit.checkpointed: `only` must be a function"),
         ({"memory": "much"}, "loopkit.checkpointed: `memory` must be"),
         ({"memory": 9, "checkpoints": 9}, "loopkit.checkpointed: `memory` cannot be given"),
-        ({"checkpoints": "all"}, 'can be "all" or a policy only if the number of steps of every'),
+        ({"checkpoints": "all"}, 'can be "all" or a policy only if the number of steps is'),
     ],
 )
 def test_errors(settings, message):

@@ -259,3 +259,26 @@ def test_all_without_a_bound_names_the_loop():
     assert re.search(match + r'"all" or a policy only .*[.] Pass `max_steps`', str(error))
     settings: Any = {"checkpoints": "all", "max_steps": 4}
     assert_close(jax.grad(loopkit.checkpointed(f, **settings))(0.7), jax.jacfwd(f)(0.7))
+
+
+@pytest.mark.parametrize("checkpoints", ["all", jax.checkpoint_policies.dots_saveable])
+def test_a_loop_whose_gradient_nobody_asks_for_needs_no_bound(checkpoints):
+    points = jnp.array([3.0, 2.0, 0.5, 4.0])
+
+    def f(x):
+        def step(s):
+            i, best, found = s
+            near = (points[i] - x) ** 2
+            return i + 1, jnp.minimum(near, best), jnp.where(near < best, i, found)
+
+        start = (jnp.int32(0), jnp.asarray(jnp.inf), jnp.int32(0))
+        _, best, found = jax.lax.while_loop(lambda s: s[1] > 0.02, step, start)
+        return best, (points[found] - x) ** 2
+
+    replaced = loopkit.checkpointed(f, checkpoints=checkpoints)
+    slope = jax.grad(lambda x: f(x)[1])(0.6)
+    for jitted in (lambda g: g, jax.jit):
+        assert_close(jitted(jax.grad(lambda x: replaced(x)[1]))(0.6), slope)
+        assert_close(jitted(jax.jacfwd(replaced))(0.6), jax.jacfwd(f)(0.6))
+        with pytest.raises(ValueError, match='"all" or a policy only if the number of steps is'):
+            jitted(jax.grad(lambda x: replaced(x)[0]))(0.6)

@@ -56,9 +56,11 @@ def test_derivatives_in_each_lane(problem: Problem, pattern):
 
 @pytest.mark.parametrize("how", [{}, {"checkpoints": "all"}, {"checkpoints": 2}], ids=str)
 def test_after_the_same_function_of_one_lane(how):
-    """The derivative of a step is cached with the step's own shapes, not with those of its lanes."""
+    """The derivative of a step is cached apart from that of its lanes, which has other shapes."""
 
-    def shrink(a, loop=ft.partial(loopkit.while_loop, max_steps=9, lanes="compact", **how)):
+    looped = ft.partial(loopkit.while_loop, max_steps=9, lanes="compact", **how)
+
+    def shrink(a, loop=looped):
         return loop(lambda a: a.sum() > 0.4, lambda a: lax.cumsum(a, reverse=True) * 0.3, a)
 
     def in_python(goes_on, step, a):

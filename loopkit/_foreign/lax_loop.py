@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.errors import size
+from loopkit._arguments.no_gradient import without_gradient
 from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.kernels import lax_takes_longer
-from loopkit._plans.budget import SELDOM_REACHED, Budget
+from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
 from loopkit._programs import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
@@ -239,6 +240,17 @@ class LaxLoop(NamedTuple):
 
     def run(self, settings: Settings) -> list:
         """Run the loop with loopkit, and return its results."""
+        known = self.length is not None or settings.max_steps is not None
+        planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
+        if known or planned or not stores_every_step(settings.budget):
+            return self._run(settings)
+        # Nothing may ask for its gradient: then it needs no bound.
+        place = f"in the {self.kind} at {_jax.source()}, which `only` can leave out: `checkpoints`"
+        problem = f'{place} can be "all" or a policy only if the number of steps is bounded'
+        reason = errors.message(settings.function, problem, "no bound", "Pass `max_steps`.")
+        return without_gradient(self._run(replace(settings, budget=None)), reason)
+
+    def _run(self, settings: Settings) -> list:
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         budget = settings.budget
         if self.kind == "while_loop":

@@ -111,12 +111,7 @@ def make_plan(
     if isinstance(budget, Plan):
         return _adapted(budget, loop, name)
     if stores_every_step(budget):
-        if bound is None:  # an error only now: some replaced loops are never differentiated
-            expected = (
-                'can be "all" or a policy only if the number of steps of every loop is bounded'
-            )
-            got, advice = "no bound", "Pass `max_steps`."
-            raise errors.wrong_value(name, "checkpoints", expected, got, advice)
+        assert bound is not None, "such a loop has a bound, or no gradient"
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 from loopkit import _jax
@@ -122,7 +123,7 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
             plans = all_plans(budget, loop.length, loop.cond is None, step)
             found += [_choice(plan, state, key_of(loop)) for plan in plans]
     prices = host_prices(budget.host)
-    best = (c for price in prices for c in fastest_first(found, lambda c: c.size(price)))
+    best = (c for price in prices for c in fastest_first(found, methodcaller("size", price)))
     return sorted(dict.fromkeys(best), key=lambda c: c.nanoseconds)
 
 

@@ -157,9 +157,7 @@ def evaluate(
     return within.evaluate(swept, [*values, *stacks, *tangents], kept(moved, moving))
 
 
-def _swept_for(
-    loop: Loop, how: Reversal, operands: Sequence[Any], unread: Sequence[bool]
-) -> list:
+def _swept_for(loop: Loop, how: Reversal, operands: Sequence[Any], unread: Sequence[bool]) -> list:
     """Run the forward sweep without what only unread results need. Those are zeros."""
     few = how.prune_results([not u for u in unread]) if any(unread) else None
     if few is None:
