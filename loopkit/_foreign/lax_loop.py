@@ -248,7 +248,7 @@ class LaxLoop(NamedTuple):
         place = f"in the {self.kind} at {_jax.source()}, which `only` can leave out: `checkpoints`"
         problem = f'{place} can be "all" or a policy only if the number of steps is bounded'
         reason = errors.message(settings.function, problem, "no bound", "Pass `max_steps`.")
-        return without_gradient(self._run(replace(settings, budget=None)), reason)
+        return without_gradient(self._run(settings), reason)
 
     def _run(self, settings: Settings) -> list:
         cond, cond_consts, length = self.cond, self.cond_consts, self.length

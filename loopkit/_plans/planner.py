@@ -111,7 +111,8 @@ def make_plan(
     if isinstance(budget, Plan):
         return _adapted(budget, loop, name)
     if stores_every_step(budget):
-        assert bound is not None, "such a loop has a bound, or no gradient"
+        if bound is None:  # its results have no gradient
+            return _default(loop)
         return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host
