@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,9 +114,9 @@ def _measured(ways: Ways, best: Best) -> Any:
             return _fastest_between(ways, larger, best, made)
         saved = (more - needed) / max(1, larger.state.bytes - best.state.bytes)
         fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
-    others = [other for other in ways.smallest()[:SMALLEST] if other.way is not best.way]
-    for found in (ways.untouched(), *map(ways.compiled, others)):
-        if found is not None and found[1] < needed:
+    others = (other for other in ways.smallest()[:SMALLEST] if other.way is not best.way)
+    for compiled in (ways.untouched, *(partial(ways.compiled, other) for other in others)):
+        if (found := compiled()) is not None and found[1] < needed:
             made, needed = found
         if needed <= limit:
             return made
