@@ -141,7 +141,7 @@ def test_more_on_the_host_takes_no_more_runs():
 
 
 def test_the_least_on_the_host():
-    with pytest.raises(ValueError, match=r"`memory` must be at least 808 bytes on the host"):
+    with pytest.raises(ValueError, match=r"`memory` must be at least 1608 bytes on the host"):
         jax.grad(lambda x: cubic(x, memory={"device": "10 kB", "host": 3}))(jnp.ones(100))
 
 

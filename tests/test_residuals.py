@@ -14,7 +14,7 @@ from jax import lax
 
 import loopkit
 from derivatives import assert_close
-from loopkit import _jax
+from loopkit import Plan, _jax
 from loopkit._engine.derivative.reversal import reversal
 
 WIDTH = 256
@@ -280,13 +280,13 @@ def test_a_residual_is_computed_once_going_back(unknown):
     assert compiled.as_text().count(" cosine(") == 1
 
 
-@pytest.mark.parametrize("checkpoints", [None, 5, "all"])
-def test_ys_that_nobody_reads_take_no_memory(checkpoints):
+@pytest.mark.parametrize("checkpoints", [None, 5, "all", Plan(4, 5, "residuals", keeps_last=4)])
+def test_results_that_nobody_reads_take_no_memory(checkpoints):
     """As in lax, where the compiler drops them. The sweep of segments has a loop in a loop."""
 
     def loss(x, scan=loopkit.scan, **how):
-        step = lambda c, _: (c * jnp.cos(c[0]), jnp.tile(c, 40))
-        return jnp.sum(scan(step, x, None, 60, **how)[0])
+        step = lambda c, x: ((c[0] * jnp.cos(c[0][0]), c[1] + c[0] * x), jnp.tile(c[0], 40))
+        return jnp.sum(scan(step, (x, x), jnp.ones(60), **how)[0][0])
 
     slope = jax.jit(jax.grad(lambda x: loss(x, checkpoints=checkpoints)))
     needed = slope.lower(X).compile().memory_analysis().temp_size_in_bytes

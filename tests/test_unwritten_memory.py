@@ -67,6 +67,18 @@ def test_products_that_are_put_off_read_whole_segments(plan):
     assert_close(found(w, 7), jax.grad(unrolled)(w))
 
 
+@pytest.mark.parametrize("plan", [Plan(6, 5, "residuals", keeps_last=3), Plan(9, 5), "all"])
+def test_products_that_are_put_off_beside_ys_that_nobody_reads(plan):
+    w, h = jnp.eye(96) * 0.9 + 0.01, jnp.linspace(-1.0, 1.0, 4 * 96).reshape(4, 96)
+
+    def loss(w, scan=jax.lax.scan, **options):
+        step = lambda s, x: (jnp.tanh(s @ w), jnp.sum(s * x))
+        return jnp.sum(scan(step, h, jnp.ones((43, 4, 1)), **options)[0] ** 2)
+
+    found = jax.jit(jax.grad(lambda w: loss(w, loopkit.scan, checkpoints=plan)))(w)
+    assert_close(found, jax.jit(jax.grad(loss))(w))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", ["plain", "lanes", "second order"])
 def test_lanes_that_stop_apart(transform):

@@ -21,6 +21,11 @@ def without_gradient(values: Sequence[Any], reason: str) -> list:
     return [next(outs) if has else v for v, has in zip(values, moving, strict=True)]
 
 
+def is_refused(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether results of a program have no gradient, for a reason."""
+    return any(eqn.primitive is no_gradient_p for eqn in _jax.open_jaxpr(jaxpr).eqns)
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, reason: str) -> tuple[list, list]:
     moved = [type(t) is not _jax.Zero for t in tangents]
     some = iter(without_gradient([t for t, m in zip(tangents, moved, strict=True) if m], reason))

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
+from loopkit._arguments.no_gradient import is_refused
 from loopkit._arguments.validate import type_of
 from loopkit._engine.derivative.ways import MARGIN
 from loopkit._engine.derivative.whole_program import with_parts
@@ -189,7 +190,23 @@ def _is_plain(tree: PyTree[Any]) -> bool:
     return known and all(map(_is_plain, tree.children()))
 
 
+RULE_PARTS = 1 / MARGIN, 0.5, 0.2
+"""The parts of a budget to try for each loop in a rule for derivatives."""
+
+
 def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) -> Program:
+    """Trace a function; its rules have to be traced anew to give their loops another part."""
+    first, *fewer = RULE_PARTS
+    program = _traced_with(first, fn, settings, leaves, tree)
+    for part in fewer:
+        if program.has_rules and is_refused(program.jaxpr):
+            program = _traced_with(part, fn, settings, leaves, tree)
+    return program
+
+
+def _traced_with(
+    part: float, fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef
+) -> Program:
     out_tree, rest = None, []
     traced = [isinstance(v, jax.Array) for v in leaves]
 
@@ -209,17 +226,15 @@ def _traced(fn: Callable, settings: Settings, leaves: list, tree: _jax.TreeDef) 
     jaxpr = ready_to_transpose(jaxpr)
     found = list(equations.all_equations(jaxpr))
     has_loops = any("loop" in e.params or e.primitive.name in ("scan", "while") for e in found)
-    rules = "custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP"
-    has_rules = any(_jax.name_of_primitive(e).startswith(rules) for e in found)
+    has_rules = any(map(_jax.has_rules, found))
     if not has_rules:  # loops in rules are traced later
         _check_found(settings, has_loops)
     budget = settings.budget
-    if isinstance(budget, Part):
-        # JAX traces the rules while they are planned. Each loop in them may take nearly all bytes.
-        each = Bytes(int(budget.count / MARGIN), host=budget.host)
+    if isinstance(budget, Part):  # JAX traces the rules while the program is planned
+        each = replace(budget, count=int(part * budget.count), number=None)
         within = with_rules(jaxpr, replace(settings, budget=each))
-        planned = with_parts(within, budget, consts)
-        changed, jaxpr = has_loops or planned is not within, planned
+        jaxpr = with_parts(within, budget, consts)
+        changed = has_loops or jaxpr is not within
     else:
         changed, jaxpr = has_loops, with_rules(jaxpr, settings)
     same = interned(jaxpr)

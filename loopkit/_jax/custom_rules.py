@@ -27,6 +27,12 @@ def with_custom_rules(eqn: Equation, within: Callable[[Callable], Callable]) -> 
     return eqn.replace(params=params)
 
 
+def has_rules(eqn: Equation) -> bool:
+    """Return whether an equation calls a function with rules of the user for its derivatives."""
+    rules = "custom_jvp_call", "custom_vjp_call", "CustomJVP", "CustomVJP"
+    return name_of_primitive(eqn).startswith(rules)
+
+
 def has_custom_jvp(eqn: Equation) -> bool:
     """Return whether an equation calls a function with a custom JVP."""
     return name_of_primitive(eqn).startswith(("custom_jvp_call", "CustomJVP"))

@@ -138,8 +138,9 @@ class Plan:
         if self.strategy == "every residual":
             return (self.bound or 0) * self.row.bytes
         segments = 4 * self.slots if self.strategy == "schedule" else 0
+        rows = 2 if self.host and self.rows == 1 else self.rows  # GPU compilers need two
         last = self.keeps_last * self.segment * self.row.bytes
-        return self.rows * self.step.carry_bytes + segments + last
+        return rows * self.step.carry_bytes + segments + last
 
     @ft.cached_property
     def row(self) -> Row:
@@ -228,8 +229,7 @@ class Plan:
                 lines.append(f"host       {self.host_bytes:,} bytes")
         if self.bound is not None:
             run, again = self.evaluations()
-            at_most = "" if self.exact else "at most "
-            lines.append(f"steps      {at_most}{self.bound:,}")
+            lines.append(f"steps      {'' if self.exact else 'at most '}{self.bound:,}")
             lines.append(f"runs       {run:,} forward, {again:,} backward")
         if self.on_gpu != self:
             lines.append(f"on a GPU   {self.on_gpu.stored}")

@@ -48,6 +48,8 @@ class Reversal:
     """Carry leaves whose initial value needs no cotangent; empty if all cotangents are wanted."""
     layout_plan: Plan | None = None
     """The plan for the layout of saved values, if the sweeps follow another plan."""
+    whole: Reversal | None = None
+    """The reversal of the loop with all its results, if this is of a pruned loop."""
 
     @property
     def backward(self) -> _jax.Jaxpr:
@@ -88,6 +90,8 @@ class Reversal:
     @cached_property
     def products(self) -> Products | None:
         """The products of the backward half worth deferring to the end of a segment."""
+        if self.whole is not None:
+            return self.whole.products
         plan = self.plan
         if plan.segment == 1 or plan.keeps_all or plan.price or self.layout_plan is not None:
             return None
@@ -154,7 +158,7 @@ class Reversal:
         return prune(self.loop, [*map(or_, carry, self.saved), *ys], read)
 
     def pruned(self, pruned: Pruned) -> Reversal:
-        """Return the reversal of the pruned loop."""
+        """Return the reversal of the pruned loop, for a forward sweep."""
         split, (_, consts, carry, xs) = self.split, self.loop.split(pruned.operands)[0]
         outs = [*pruned.results, *[True] * len(split.stored_types)]
         forward, _ = _jax.dce(split.forward, outs, [*consts, *carry, *xs])
@@ -165,6 +169,7 @@ class Reversal:
             split=replace(split, forward=forward, results=sum(pruned.results)),
             saved=tuple(kept(self.saved, carry)),
             counters=tuple(kept(self.counters, carry)),
+            whole=self,
         )
 
     @property

@@ -117,8 +117,10 @@ class Phases:
             lane_policy="wait",
             min_active_lanes=narrower,
         )
-        # Lanes that are done with this phase may have to wait until another batch is.
-        return phase if len(loop.lanes) == 1 else ended_in_each_lane(phase)
+        # Lanes that are done with this phase may have to wait until another batch is. A buffer must
+        # know that before vmap adds the batch: saved values are laid out for the phase as it is.
+        alone = len(loop.lanes) == 1 and not any(loop.is_buffer)
+        return phase if alone else ended_in_each_lane(phase)
 
     def _shown(self, loop: Loop, number: int) -> ProgressSettings | None:
         """Return settings for one progress bar over all phases."""

@@ -22,6 +22,7 @@ import jax
 from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._engine.derivative.reversal import reversal
+from loopkit._engine.derivative.split import primal_half
 from loopkit._engine.facts.activity import either
 from loopkit._engine.lanes.batched_loop import Batched, waiting
 from loopkit._engine.lanes.many_lanes import (
@@ -60,7 +61,8 @@ def forward(
     """Return the results, zeros for the saved values, and the steps taken."""
     lane = lanes.lane
     flags = lane.flags._replace(init=[*lane.flags.init, False])
-    counting = lane.replaced(counted(lane.loop), flags)
+    half = primal_half(lane.loop, active)  # a custom rule computes it once differentiated
+    counting = lane.replaced(counted(half), flags)
     given = lanes.loop.split(lanes.map_operands(list(zip(args, dims, strict=True))))[0]
     given.init.append(_jax.zeros(counting.carry_types[-1]))
     carry, ys = parts(while_p.bind(*given.flat, loop=counting), counting.carry_count)

@@ -104,6 +104,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
         xs=(Input(),) * len(xs),
         ys=(Output(),) * (len(body.out_avals) - len(start)),
         reverse=not loop.reverse,
+        min_active_lanes=0,  # all lanes go back together
     )
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
