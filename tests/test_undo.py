@@ -193,3 +193,26 @@ def test_batches_of_which_more_moves_than_the_gradient_is_of():
         return jax.jvp(slope, args, jax.tree.map(jnp.cos, args))
 
     assert_close(jax.jit(lambda: along(loopkit.Buffer))(), along(jnp.asarray))
+
+
+@pytest.mark.parametrize("plan", [Plan(2, 2), Plan(2, 3, "residuals"), 3], ids=range(3))
+def test_an_entry_that_a_step_writes_twice_is_undone_from_last_to_first(plan):
+    def f(x, loop, **how):
+        def step(c):
+            i, table = c
+            before = table[3]
+            table = table.at[3].set(jnp.sin(before * x) + 0.1)
+            return i + 1, table.at[3].set(jnp.cos(table[3]) * x + before * table[3])
+
+        start = jnp.int32(0), jnp.arange(40.0) / 50 + x
+        return jnp.sum(loop(lambda c: c[0] < 9, step, start, **how)[1])
+
+    def in_python(goes_on, step, value):
+        while goes_on(value):
+            value = step(value)
+        return value
+
+    how = {"max_steps": 12, "checkpoints": plan, "buffers": lambda v: v[1]}
+    looped = lambda x: f(x, loopkit.while_loop, **how)
+    assert loopkit.explain(looped, 0.7).plan.step.log_bytes
+    assert_close(jax.grad(looped)(0.7), jax.grad(lambda x: f(x, in_python))(0.7))
