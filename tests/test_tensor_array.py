@@ -317,3 +317,11 @@ def test_errors():
         jax.jit(len)(array)
     with pytest.raises(ValueError, match=r"concat: `self` must have elements with an axis"):
         TensorArray.from_array(np.ones(3)).concat()
+
+
+def test_a_cotangent_can_be_printed():
+    """Its size has no cotangent: JAX puts an array without values there."""
+    array = TensorArray.empty(2, 0.0).append(1.5)
+    slope = jax.grad(lambda array: jnp.sum(array.stack() ** 2), allow_int=True)(array)
+    assert repr(slope) == "TensorArray(? of float64[], capacity 2)"
+    assert_close(jax.tree.leaves(slope)[0], jnp.array([3.0, 0.0]))

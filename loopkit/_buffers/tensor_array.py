@@ -239,7 +239,8 @@ class TensorArray(Generic[E]):
     def _is_known(self) -> bool:
         size = self._size
         is_array = isinstance(size, (jax.Array, np.ndarray, np.generic)) and size.ndim == 0
-        return isinstance(size, int) or (is_array and not _jax.is_tracer(size))
+        known = is_array and size.dtype != jax.dtypes.float0 and not _jax.is_tracer(size)
+        return isinstance(size, int) or known
 
     def _settled(self) -> list[Any]:
         """Return the stored elements and those of the tail, doubling the capacity if needed."""
