@@ -54,3 +54,15 @@ def test_a_root_whose_solver_has_a_loop():
     f = loopkit.checkpointed(loss, memory="1 MB")
     assert_close(jax.jit(jax.value_and_grad(f))(X), jax.value_and_grad(loss)(X))
     assert_close(jax.jit(jax.value_and_grad(f))(X[0]), jax.value_and_grad(loss)(X[0]))
+
+
+@pytest.mark.parametrize("budget", [4000, 8000, 11_000])
+def test_a_loop_in_a_rule_takes_less_if_the_rest_does_not_fit_beside_it(budget):
+    scan = lambda x: lax.scan(lambda c, _: (jnp.cos(c) * 1.1, None), x, None, 40)[0]
+    inner = jax.custom_jvp(lambda x: scan(x))
+    inner.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))
+    f = lambda x: jnp.sum(jax.nn.relu(inner(x)) * scan(x))
+    x = jnp.linspace(0.1, 0.9, 64, dtype=jnp.float32)
+    slope = jax.jit(jax.grad(loopkit.checkpointed(f, memory=budget, measure=True)))
+    assert slope.lower(x).compile().memory_analysis().temp_size_in_bytes <= budget
+    assert_close(slope(x), jax.grad(f)(x))

@@ -160,6 +160,23 @@ def test_a_function_that_fits_as_it_is(memory):
     assert_close(jax.jit(jax.grad(measured))(x, ws), jax.grad(f)(x, ws))
 
 
+def test_a_refusal_says_what_the_compiler_needs_if_that_is_more_than_predicted():
+    def f(x, ws):
+        for k in range(4):
+            x = jnp.sort(x @ ws[k], 0)
+        return jnp.sum(x**2)
+
+    x = jnp.cos(jnp.arange(32 * 32.0)).reshape(32, 32)
+    ws = jnp.stack([jnp.sin(x * k) for k in range(1, 5)])
+    said = (
+        r"at least (\d+) bytes\. Most of it, .*; the compiler needs (\d+) bytes for it\. Got: 9000"
+    )
+    with pytest.raises(ValueError, match=said) as refused:
+        jax.grad(loopkit.checkpointed(f, memory=9000))(x, ws)
+    least, needed = map(int, re.search(said, str(refused.value)).groups())
+    assert 9000 < least < needed
+
+
 def test_one_memory_in_bytes():
     expected = r"`measure` can be True only if `memory` is a number of bytes\. .*Got: memory="
     for memory in (None, {"device": 10**6, "host": 10**6}):

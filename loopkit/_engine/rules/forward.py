@@ -158,7 +158,7 @@ def evaluate(
 
 
 def _swept_for(loop: Loop, how: Reversal, operands: Sequence[Any], unread: Sequence[bool]) -> list:
-    """Run the forward sweep without what only unread results need. Those are zeros."""
+    """Run the forward sweep without what only unread results need; return zeros for them."""
     few = how.prune_results([not u for u in unread]) if any(unread) else None
     if few is None:
         return _swept(loop, how, loop, operands)
@@ -270,7 +270,7 @@ def _with_pushforward(
 def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """Remove tangents if none is used; if no residual is, either, the loop itself is left.
 
-    Unread results, such as stacked ys, stay among the results: second derivatives count them.
+    Unread results, such as stacked ys, are marked and not removed: other rules count all results.
     """
     loop, along = eqn.params["loop"], eqn.params.get("along")
     operands, results = loop.primal_counts

@@ -61,7 +61,7 @@ def forward(
     """Return the results, zeros for the saved values, and the steps taken."""
     lane = lanes.lane
     flags = lane.flags._replace(init=[*lane.flags.init, False])
-    half = primal_half(lane.loop, active)  # a custom rule computes it once differentiated
+    half = primal_half(lane.loop, active)  # a custom rule is differentiated once
     counting = lane.replaced(counted(half), flags)
     given = lanes.loop.split(lanes.map_operands(list(zip(args, dims, strict=True))))[0]
     given.init.append(_jax.zeros(counting.carry_types[-1]))

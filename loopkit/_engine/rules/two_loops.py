@@ -105,6 +105,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
         ys=(Output(),) * (len(body.out_avals) - len(start)),
         reverse=not loop.reverse,
         min_active_lanes=0,  # all lanes go back together
+        masks_itself=False,
     )
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
