@@ -101,7 +101,6 @@ def masked_scan(f, init, xs, until):
 
 
 STEP_XS, W = jnp.asarray([0.1, 0.5, 0.2, 0.7]), jnp.asarray(0.8)
-SQUARE = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("d", "e"))
 
 
 def taken(transform, f, x):
@@ -138,14 +137,18 @@ def test_until(step, what, transform, checkpoints):
     assert_close(got(XS), jax.jit(lambda x: taken(transform, wanted, x))(XS))
 
 
-MESHES = {"one axis": MESH, "two axes": SQUARE}
+# Made when a test runs: a session with a single device imports this file, too.
+MESHES = {
+    "one axis": lambda: MESH,
+    "two axes": lambda: Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("d", "e")),
+}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "check"), in_turn(MESHES, [True, False]))
 @pytest.mark.parametrize("transform", ["grad", later("hessian")])
 def test_until_on_meshes(transform, mesh, check):
-    mesh = MESHES[mesh]
+    mesh = MESHES[mesh]()
     x = XS[: mesh.shape["d"]]
     # The other step has the other transformation.
     step = ("scan", "buffer")[((mesh is MESH) + check + (transform == "grad")) % 2]
