@@ -137,6 +137,11 @@ def test_until(step, what, transform, checkpoints):
     assert_close(got(XS), jax.jit(lambda x: taken(transform, wanted, x))(XS))
 
 
+def test_a_loop_in_a_step_with_unread_results():
+    """The inner loop's counter is not read: what is saved varies as it does with the counter."""
+    test_until("while_loop", "constant", "grad", "all")
+
+
 # Made when a test runs: a session with a single device imports this file, too.
 MESHES = {
     "one axis": lambda: MESH,

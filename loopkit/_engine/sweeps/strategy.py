@@ -129,7 +129,8 @@ class Sweep(abc.ABC):
         segments, taken = (_jax.ShapedArray(s, int32) for s in ((self.segment_count,), ()))
         if loop.lanes and loop.cond is not None:  # laid out over devices as the predicate is
             taken = loop.cond.out_avals[0].update(dtype=int32, weak_type=False)
-        decide = _in_common(loop.body) if loop.cond is None else loop.cond.out_avals
+        body = (how.whole or how).loop.body
+        decide = _in_common(body) if loop.cond is None else loop.cond.out_avals
         undoing = [*map(loop.stack_type, how.log_types), *kept(loop.carry_types, how.undone)]
         return [*stacks, *undoing, *(_jax.type_like(t, decide) for t in (segments, taken))]
 
