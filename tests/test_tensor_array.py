@@ -221,6 +221,24 @@ def test_past_the_capacity():
         jax.block_until_ready(jax.jit(lambda a: a.append(THREE).append(THREE))(filled(3, 4)))
 
 
+def test_before_the_first():
+    """As an index past the capacity: at the loop's end, where nobody knows the index before."""
+
+    def loop(back):
+        body = lambda c: (c[0] + 1, c[1].write(c[0] - back, c[0] * THREE))
+        end = loopkit.while_loop(lambda c: c[0] < 3, body, (0, TensorArray.empty(4, THREE)))
+        return end[1].stack()
+
+    assert_close(jax.jit(loop)(0)[:3], jnp.outer(jnp.arange(3.0), THREE))
+    for f in (loop, jax.jit(loop)):
+        with pytest.raises(Exception, match=f"{PAST}.*an index before the first"):
+            jax.block_until_ready(f(2))
+    write = jax.jit(lambda array, i: array.write(i, THREE))
+    assert len(write(filled(2), -2)) == 2
+    with pytest.raises(Exception, match="an index before the first"):
+        jax.block_until_ready(write(filled(2), -3))
+
+
 def test_in_a_python_loop():
     assert [float(x) for x in TensorArray.from_array(jnp.arange(3.0))] == [0, 1, 2]
     # Under jit, as many as there is room for.

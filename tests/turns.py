@@ -54,4 +54,5 @@ def take_turns(items: list[pytest.Item]) -> None:
 
 
 def name_of(value: Any) -> str:
+    value = getattr(value, "func", value)  # the text of a partial has an address in it
     return getattr(value, "name", None) or getattr(value, "__name__", None) or str(value)

@@ -156,7 +156,7 @@ class TensorArray(Generic[E]):
 
     def __repr__(self) -> str:
         types = [short_type(_element_type(v)) for v in self._data]
-        size = int(self._size) if self._is_known() else "?"
+        size = self.size if self._is_known() else "?"
         return f"TensorArray({size} of {', '.join(types)}, capacity {self.capacity})"
 
     # ---------------------------------------------------------------- elements
@@ -174,12 +174,16 @@ class TensorArray(Generic[E]):
         return iter(self.unstack())
 
     def write(self, index: Integer, element: E | ArrayLike | Tree) -> TensorArray[E]:
-        """Return the array with another element at an index; zeros fill gaps before it."""
+        """Return the array with another element at an index; zeros fill gaps before it.
+
+        Negative indices count from the end. One before the first element is an error, at run time
+        if the index or the size is not known."""
         leaves = self._leaves("write", element)
         at = self._place("write", index)
         if not isinstance(at, int) or not self._is_known():
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
-            return self._with(at, leaves, size)
+            over = jnp.int32(self.capacity + 1)  # an index before the first is as wrong
+            return self._with(at, leaves, jnp.where(at < 0, over, size))
         if at >= self.capacity:
             room = _doubled(self.capacity, at + 1)
             more = [_with_room(v, room) for v in self._settled()]
@@ -221,14 +225,13 @@ class TensorArray(Generic[E]):
             if not kind.shape:
                 expected, got = "must have elements with an axis", f"elements {short_type(kind)}"
                 raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
-        return jax.tree.map(
-            lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]), self.stack()
-        )
+        joined = lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:])
+        return jax.tree.map(joined, self.stack())
 
     def unstack(self) -> list[E]:
         """Return all elements in a list; `capacity` of them if their number is not known."""
         rows = self.stack()
-        count = int(self._size) if self._is_known() else self.capacity
+        count = self.size if self._is_known() else self.capacity
         return [jax.tree.map(lambda v, i=i: v[i], rows) for i in range(count)]
 
     # ---------------------------------------------------------------- within
@@ -265,10 +268,11 @@ class TensorArray(Generic[E]):
         """Return the array; outside loops, raise at run time if it exceeds its capacity."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
-        room = self._data[0].shape[0]
+        room = self.capacity
         problem = f"`append` and `write` must stay within the capacity of {room}, which is fixed "
         problem += "in a loop and under jax.jit"
-        got, advice = "more elements than that", "Make the array with a larger capacity."
+        got = "more elements, or an index before the first"
+        advice = "Make the array with a larger capacity, or correct the index."
         raising = ErrorIf(errors.message(NAME, problem, got, advice))
         too_many = jnp.asarray(self._size > room)
         size, *data = error_on_use(raising, [too_many], [self._size, *self._data])
