@@ -150,13 +150,17 @@ POISON = {"nan": jnp.nan, "large": 1e300}
 def poisoned(request, monkeypatch):
     """Memory that is taken as it is found holds this."""
 
-    def lower(ctx, _, *, shape, dtype, host):
+    zeros = memory._lower_zeros_after
+
+    def lower(ctx, after, *, shape, dtype, **how):
+        if not how["found"]:
+            return zeros(ctx, after, shape=shape, dtype=dtype, **how)
         value = request.param if jnp.issubdtype(dtype, jnp.inexact) else 2
         fill = lambda _: jnp.full(shape, value, dtype)
-        return mlir.lower_fun(fill, multiple_results=False)(ctx, _)
+        return mlir.lower_fun(fill, multiple_results=False)(ctx, after)
 
     jax.clear_caches()
-    monkeypatch.setattr(memory, "_lower_zeros", lower)
+    monkeypatch.setattr(memory, "_lower_zeros_after", lower)
     yield
     jax.clear_caches()
 

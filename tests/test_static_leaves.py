@@ -333,3 +333,14 @@ def test_models_of_equinox_train_in_a_scan():
     for options in ({}, {"checkpoints": 2}, {"memory": "4 kB"}, {"checkpoints": "all"}):
         slope = jax.jit(jax.grad(lambda rate, o=options: scanned(rate, **o)[-1]))(0.1)
         np.testing.assert_allclose(slope, wanted, rtol=1e-12)
+
+
+def test_leaves_that_are_no_arrays_are_the_same_in_all_elements():
+    element = {"w": XS, "act": jnp.tanh, "name": "cell", "none": None}
+    array = TensorArray.empty(4, element).append({**element, "w": 2 * XS}).append(element)
+    for number, one in enumerate(array):
+        assert (one["act"], one["name"], one["none"]) == (jnp.tanh, "cell", None)
+        assert_close(one["w"], (2 - number) * XS)
+    joined = array.concat()
+    assert (joined["act"], joined["name"]) == (jnp.tanh, "cell")
+    assert_close(joined["w"], jnp.concatenate([2 * XS, XS]))

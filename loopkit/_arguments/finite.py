@@ -40,6 +40,8 @@ class WatchedLeaf(NamedTuple):
     """Whether the leaf is checked."""
     backward: bool = False
     """Whether its cotangent is checked."""
+    is_carried: bool = False
+    """Whether it enters a step in the carry."""
 
     @property
     def is_heard_alone(self) -> bool:
@@ -195,8 +197,13 @@ def _types(*types: _jax.ShapedArray, how: WatchParams) -> tuple[list, Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, how: WatchParams) -> tuple[list, list]:
     report, values, _ = how.apart(primals)
     outs = watch_p.bind(*primals, how=how)
-    if not how.checks:  # the values are unchanged; some may be constants of the loop
-        outs = [*values, *outs[len(values) :]]
+    # What a step stores of constants and xs is free if it is what the loop was given. Of the carry
+    # it stores what passed the check, so that the next derivative is checked at the same place.
+    given = [not how.checks and not leaf.is_carried for leaf in how.leaves]
+    seen = [v if g else out for v, out, g in zip(values, outs, given, strict=False)]
+    outs = [*seen, *outs[len(values) :]]
+    passed = dict(zip(map(id, values), seen, strict=True))
+    report = [passed.get(id(v), v) for v in report]  # else a step would store both
     _, moved, moved_before = how.apart(tangents)
     keep = [
         leaf._replace(takes_level=_flows(b)) if _flows(t) else None

@@ -97,8 +97,8 @@ class TensorArray(Generic[E]):
         element = wrapped(f"{NAME}.empty", "element", jax.tree.map(zero, element))
         types, tree = jax.tree.flatten(element)
         if not types:
-            expected, advice = "must have an array in it", "Count with an int instead."
-            raise _wrong(ValueError, "empty", "element", expected, f"{bare(element)!r}", advice)
+            advice, got = "Count with an int instead.", repr(bare(element))
+            raise _wrong(ValueError, "empty", "element", "must have an array in it", got, advice)
         return TensorArray._of([jnp.zeros((capacity, *t.shape), t.dtype) for t in types], tree, 0)
 
     @overload
@@ -184,9 +184,8 @@ class TensorArray(Generic[E]):
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
             over = jnp.int32(self.capacity + 1)  # an index before the first is as wrong
             return self._with(at, leaves, jnp.where(at < 0, over, size))
-        if at >= self.capacity:
-            room = _doubled(self.capacity, at + 1)
-            more = [_with_room(v, room) for v in self._settled()]
+        if at >= (room := self.capacity):
+            more = [_with_room(v, _doubled(room, at + 1)) for v in self._settled()]
             return TensorArray._of(more, self._tree, self._size).write(at, element)
         return self._with(at, leaves, max(int(self._size), at + 1))
 
@@ -211,13 +210,7 @@ class TensorArray(Generic[E]):
 
         If their number is not known, there are `capacity` rows, with zeros past the last element.
         """
-        data = [jnp.asarray(v) for v in self._settled()]
-        if self._is_known():
-            return self._element([v[: self.size] for v in data])
-        used = jnp.arange(self.capacity, dtype=jnp.int32) < self._size
-        return self._element(
-            [jnp.where(used.reshape(-1, *[1] * (v.ndim - 1)), v, jnp.zeros_like(v)) for v in data]
-        )
+        return self._element(self._rows())
 
     def concat(self) -> E:
         """Return all elements, one after the other along their leading axis."""
@@ -226,15 +219,23 @@ class TensorArray(Generic[E]):
                 expected, got = "must have elements with an axis", f"elements {short_type(kind)}"
                 raise _wrong(ValueError, "concat", "self", expected, got, "Use `stack`.")
         joined = lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:])
-        return jax.tree.map(joined, self.stack())
+        return self._element(list(map(joined, self._rows())))
 
     def unstack(self) -> list[E]:
         """Return all elements in a list; `capacity` of them if their number is not known."""
-        rows = self.stack()
-        count = self.size if self._is_known() else self.capacity
-        return [jax.tree.map(lambda v, i=i: v[i], rows) for i in range(count)]
+        count, rows = self.size if self._is_known() else self.capacity, self._rows()
+        return [self._element([v[i] for v in rows]) for i in range(count)]
 
     # ---------------------------------------------------------------- within
+
+    def _rows(self) -> list[Array]:
+        """Return the leaves of all elements, stacked: zeros past the last if it is not known."""
+        data = [jnp.asarray(v) for v in self._settled()]
+        if self._is_known():
+            return [v[: self.size] for v in data]
+        used = jnp.arange(self.capacity, dtype=jnp.int32) < self._size
+        used_of = lambda v: used.reshape(-1, *[1] * (v.ndim - 1))
+        return [jnp.where(used_of(v), v, jnp.zeros_like(v)) for v in data]
 
     def _is_in_loop(self) -> bool:
         return isinstance(self._data[0], Buffer)
@@ -242,8 +243,8 @@ class TensorArray(Generic[E]):
     def _is_known(self) -> bool:
         size = self._size
         is_array = isinstance(size, (jax.Array, np.ndarray, np.generic)) and size.ndim == 0
-        known = is_array and size.dtype != jax.dtypes.float0 and not _jax.is_tracer(size)
-        return isinstance(size, int) or known
+        counts = is_array and size.dtype != jax.dtypes.float0
+        return isinstance(size, int) or (counts and not _jax.is_tracer(size))
 
     def _settled(self) -> list[Any]:
         """Return the stored elements and those of the tail, doubling the capacity if needed."""
@@ -268,9 +269,8 @@ class TensorArray(Generic[E]):
         """Return the array; outside loops, raise at run time if it exceeds its capacity."""
         if self._is_in_loop() or isinstance(self._size, int):
             return self
-        room = self.capacity
-        problem = f"`append` and `write` must stay within the capacity of {room}, which is fixed "
-        problem += "in a loop and under jax.jit"
+        room, problem = self.capacity, "`append` and `write` must stay within the capacity of "
+        problem += f"{room}, which is fixed in a loop and under jax.jit"
         got = "more elements, or an index before the first"
         advice = "Make the array with a larger capacity, or correct the index."
         raising = ErrorIf(errors.message(NAME, problem, got, advice))

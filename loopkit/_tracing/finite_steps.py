@@ -59,8 +59,14 @@ class FiniteSteps:
         """
         report, count = self.report(given), len(self.names)
         consts = [_closed_over(self.loop, jax.typeof(v)) for v in given.consts]
-        names = [*consts, *self.names, *self.x_names]
-        leaves = [WatchedLeaf(name, backward=True) for name in names]
+        watched = lambda names, carried: [
+            WatchedLeaf(name, backward=True, is_carried=carried) for name in names
+        ]
+        leaves = [
+            *watched(consts, False),
+            *watched(self.names, True),
+            *watched(self.x_names, False),
+        ]
         values = [*given.consts, *given.carry, *given.x]
         leaves = self._some(leaves, values, len(consts))
         seen, levels = watch(self.loop, report, leaves, values, [None] * len(values))
@@ -81,6 +87,7 @@ class FiniteSteps:
         ]
         leaves += [WatchedLeaf(name, forward=True, backward=True) for name in y_names]
         leaves = self._some(leaves, [*new, *y], 0)
+        report = self.report(entered._replace(x=given.x))
         found, _ = watch(self.loop, report, leaves, [*new, *y], [*before, *[None] * len(y)])
         carry = zip(passed, given.carry, found, strict=False)
         return [*(old if same else v for same, old, v in carry), *found[count:]]

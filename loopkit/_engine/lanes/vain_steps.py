@@ -198,7 +198,8 @@ def _with_flag(loop: Loop) -> Rewritten:
 
     def map_operands(operands: Sequence[Any]) -> list:
         given = loop.split(operands)[0]
-        flag = _jax.call_jaxpr(loop.cond)(*given.cond_consts, *given.init)
+        held = map(lax.stop_gradient, [*given.cond_consts, *given.init])  # as predicates in lax are
+        flag = _jax.call_jaxpr(loop.cond)(*held)
         return [_counts(loop), *operands[: k + c], *flag, *operands[k + c :]]
 
     return Rewritten(new, map_operands, lambda results, _=(): list(results[1:]))
