@@ -280,7 +280,7 @@ def test_a_residual_is_computed_once_going_back(unknown):
     assert compiled.as_text().count(" cosine(") == 1
 
 
-@pytest.mark.parametrize("checkpoints", [None, 5, "all", Plan(4, 5, "residuals", keeps_last=4)])
+@pytest.mark.parametrize("checkpoints", [None, 5, "all", Plan(8, 5, "residuals", keeps_last=4)])
 def test_results_that_nobody_reads_take_no_memory(checkpoints):
     """As in lax, where the compiler drops them. The sweep of segments has a loop in a loop."""
 
