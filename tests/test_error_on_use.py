@@ -203,3 +203,26 @@ def test_tensor_array(transform):
     jax.block_until_ready(f(3)(XS))
     with pytest.raises(Exception, match="must stay within the capacity of 4"):
         jax.block_until_ready(f(4)(XS))
+
+
+def test_a_write_before_the_first_element():
+    """As an index past the capacity: at the loop's end, where nobody knows the index before."""
+
+    def loop(back):
+        body = lambda c: (c[0] + 1, c[1].write(c[0] - back, c[0] * jnp.ones(3)))
+        end = loopkit.while_loop(
+            lambda c: c[0] < 3, body, (0, loopkit.TensorArray.empty(4, jnp.ones(3)))
+        )
+        return end[1].stack()
+
+    assert_close(jax.jit(loop)(0)[:3], jnp.outer(jnp.arange(3.0), jnp.ones(3)))
+    for f in (loop, jax.jit(loop)):
+        with pytest.raises(
+            Exception, match=r"must stay within the capacity of 4, .*an index before the first"
+        ):
+            jax.block_until_ready(f(2))
+    two = loopkit.TensorArray.empty(4, jnp.ones(3)).append(jnp.ones(3)).append(jnp.ones(3))
+    write = jax.jit(lambda array, i: array.write(i, jnp.ones(3)))
+    assert len(write(two, -2)) == 2
+    with pytest.raises(Exception, match="an index before the first"):
+        jax.block_until_ready(write(two, -3))

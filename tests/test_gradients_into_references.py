@@ -104,8 +104,8 @@ def into_references(f):
 
 def assert_near(got, expected):
     """Up to the rounding of sums, whose terms may be as large as the largest element."""
-    rounding = lambda b: 1e-15 * np.max(np.abs(b), initial=1)
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=10 * rounding(b))
+    largest = lambda b: np.max(np.abs(b), initial=1, where=np.isfinite(b))
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14 * largest(b))
     jax.tree.map(near, got, expected)
 
 

@@ -1,5 +1,6 @@
 """TensorArray: a list of arrays, inside loops and outside."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,22 +222,17 @@ def test_past_the_capacity():
         jax.block_until_ready(jax.jit(lambda a: a.append(THREE).append(THREE))(filled(3, 4)))
 
 
-def test_before_the_first():
-    """As an index past the capacity: at the loop's end, where nobody knows the index before."""
-
-    def loop(back):
-        body = lambda c: (c[0] + 1, c[1].write(c[0] - back, c[0] * THREE))
-        end = loopkit.while_loop(lambda c: c[0] < 3, body, (0, TensorArray.empty(4, THREE)))
-        return end[1].stack()
-
-    assert_close(jax.jit(loop)(0)[:3], jnp.outer(jnp.arange(3.0), THREE))
-    for f in (loop, jax.jit(loop)):
-        with pytest.raises(Exception, match=f"{PAST}.*an index before the first"):
-            jax.block_until_ready(f(2))
-    write = jax.jit(lambda array, i: array.write(i, THREE))
-    assert len(write(filled(2), -2)) == 2
-    with pytest.raises(Exception, match="an index before the first"):
-        jax.block_until_ready(write(filled(2), -3))
+def test_as_a_tree_of_other_things():
+    """Equinox puts None in it, and `jax.vmap` takes its axes, which are no size."""
+    array = filled(1, 4)
+    both = lambda array: eqx.combine(*eqx.partition(array, eqx.is_inexact_array)).append(THREE)
+    assert_close(both(array).stack(), jax.jit(both)(array).stack()[:2])
+    assert "None" in repr(eqx.partition(array, eqx.is_inexact_array)[1])
+    total = lambda array: (array.append(THREE).stack() ** 2).sum()
+    slopes = eqx.filter_jit(eqx.filter_grad(total))(array)
+    assert_close(slopes.read(0), 2 * array.read(0))
+    axes, two = jax.tree.map(lambda _: 0, array), jax.tree.map(lambda v: jnp.stack([v, v]), array)
+    assert_close(jax.vmap(total, (axes,))(two), jnp.full(2, total(array)))
 
 
 def test_in_a_python_loop():

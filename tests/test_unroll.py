@@ -118,6 +118,20 @@ def test_a_real_trial(gradient):
     assert type(found) is int
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", [False, True])
+def test_leaves_that_are_no_arrays(gradient):
+    """Steps get them, and Python numbers in xs, as `loopkit.scan` passes them."""
+
+    def step(c, x):
+        assert x["flag"] is True
+        return {**c, "rows": c["rows"].append(c["act"](x["v"]))}, None
+
+    init = {"rows": loopkit.TensorArray.empty(4, 0.5), "act": jnp.tanh, "name": "cell"}
+    xs = {"v": jnp.ones(4), "flag": True}
+    assert loopkit.best_unroll(step, init, xs, gradient=gradient, uses=10) in trials.COUNTS
+
+
 def test_steps_are_run_on_the_values_given():
     """They may hold loops that end by themselves, write to the host, and read what is random."""
     seen = []

@@ -128,8 +128,10 @@ class TensorArray(Generic[E]):
         return tuple(zip(keys, children, strict=True)), tree
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        size = self._size
-        return (*self._settled(), jnp.int32(size) if isinstance(size, int) else size), self._tree
+        data, size = self._settled(), self._size
+        # A tree of other things, such as the axes of jax.vmap, keeps what it has for the size.
+        counts = isinstance(size, int) and hasattr(self._data[0], "shape")
+        return (*data, jnp.int32(size) if counts else size), self._tree
 
     @classmethod
     def tree_unflatten(cls, tree: Any, children: Sequence[Any]) -> TensorArray[E]:
@@ -155,6 +157,8 @@ class TensorArray(Generic[E]):
         return int(self._size)
 
     def __repr__(self) -> str:
+        if not hasattr(self._data[0], "shape"):
+            return f"TensorArray({self._data!r}, {self._size!r})"
         types = [short_type(_element_type(v)) for v in self._data]
         size = self.size if self._is_known() else "?"
         return f"TensorArray({size} of {', '.join(types)}, capacity {self.capacity})"
@@ -184,8 +188,8 @@ class TensorArray(Generic[E]):
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
             over = jnp.int32(self.capacity + 1)  # an index before the first is as wrong
             return self._with(at, leaves, jnp.where(at < 0, over, size))
-        if at >= (room := self.capacity):
-            more = [_with_room(v, _doubled(room, at + 1)) for v in self._settled()]
+        if at >= self.capacity:
+            more = _with_room(self._settled(), at + 1)
             return TensorArray._of(more, self._tree, self._size).write(at, element)
         return self._with(at, leaves, max(int(self._size), at + 1))
 
@@ -252,9 +256,8 @@ class TensorArray(Generic[E]):
         if not count:
             return self._data
         leaves = list(zip(self._data, zip(*self._tail[:count], strict=True), strict=True))
-        room = _doubled(self._data[0].shape[0], self._size)
-        part = slice(self._stored, self._size)
-        data = [_with_room(v, room).at[part].set(jnp.stack(new)) for v, new in leaves]
+        part, wide = slice(self._stored, self._size), _with_room(self._data, self._size)
+        data = [v.at[part].set(jnp.stack(new)) for v, (_, new) in zip(wide, leaves, strict=True)]
         # Store the result only in an array that this trace made: elsewhere, tracers would leak.
         pairs = ((v, w) for v, (old, new) in zip(data, leaves, strict=True) for w in (old, *new))
         if any(_jax.same_trace(v, w) for v, w in pairs):
@@ -274,8 +277,8 @@ class TensorArray(Generic[E]):
         got = "more elements, or an index before the first"
         advice = "Make the array with a larger capacity, or correct the index."
         raising = ErrorIf(errors.message(NAME, problem, got, advice))
-        too_many = jnp.asarray(self._size > room)
-        size, *data = error_on_use(raising, [too_many], [self._size, *self._data])
+        values, too_many = [self._size, *self._data], jnp.asarray(self._size > room)
+        size, *data = error_on_use(raising, [too_many], values)
         return TensorArray._of(data, self._tree, size)
 
     def _place(self, method: str, index: Any) -> Any:
@@ -328,15 +331,13 @@ def _element_type(stored: Any) -> Any:
     return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
 
 
-def _doubled(room: int, size: int) -> int:
-    while room < size:
+def _with_room(arrays: list[Any], rows: int) -> list[Any]:
+    """Return arrays with at least so many rows: twice as many, as often as it takes."""
+    old = room = arrays[0].shape[0]
+    while room < rows:
         room = max(2 * room, 1)
-    return room
-
-
-def _with_room(value: jax.Array, room: int) -> Any:
-    more = max(0, room - value.shape[0]), *value.shape[1:]
-    return jnp.concatenate([value, jnp.zeros(more, value.dtype)]) if more[0] else value
+    more = lambda v: jnp.zeros((room - old, *v.shape[1:]), v.dtype)
+    return [jnp.concatenate([v, more(v)]) for v in arrays] if room > old else arrays
 
 
 def is_tensor_array(value: object) -> bool:
@@ -345,6 +346,5 @@ def is_tensor_array(value: object) -> bool:
 
 def checked(tree: PyTree[Any]) -> Any:
     """Return the tree, with a check that its TensorArrays do not exceed their capacity."""
-    return jax.tree.map(
-        lambda v: v._checked() if is_tensor_array(v) else v, tree, is_leaf=is_tensor_array
-    )
+    check = lambda v: v._checked() if is_tensor_array(v) else v
+    return jax.tree.map(check, tree, is_leaf=is_tensor_array)

@@ -83,17 +83,19 @@ def best_unroll(
             expected, got = "must hold values to measure with", "traced values"
             advice = "Call best_unroll outside jax.jit, and pass what it returns to the loop."
             raise errors.wrong_type(FUNCTION, name, expected, got, advice)
+    given = wrapped(FUNCTION, "init", init), wrapped(FUNCTION, "xs", xs, numbers=True)
     best, least = 1, float("inf")
     for count in COUNTS:
         asked = LoopOptions(unroll=count, checkpoints=checkpoints)
 
         def run(init: PyTree[Any], xs: PyTree[Any], asked: LoopOptions = asked) -> Any:
-            inputs = Inputs.of(wrapped(FUNCTION, "xs", xs), 0, length, FUNCTION)
+            inputs = Inputs.of(xs, 0, length, FUNCTION)
             steps = inputs.length
-            spec = LoopSpec.of(NAMES, (f, None), init, inputs, steps, asked, steps)
-            return bare(run_scan(spec)[:2])
+            return run_scan(LoopSpec.of(NAMES, (f, None), bare(init), inputs, steps, asked, steps))[
+                :2
+            ]
 
-        to_compile, seconds = _measured(_gradient(run) if gradient else run, init, xs)
+        to_compile, seconds = _measured(_gradient(run) if gradient else run, *given)
         total = to_compile + uses * seconds
         if total * NOISE < least:
             best, least = count, total
