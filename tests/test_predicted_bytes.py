@@ -47,6 +47,8 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_least_bytes_that_are_predicted_are_those_that_xla_needs(name):
     f, *args = PROGRAMS[name]

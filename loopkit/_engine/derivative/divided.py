@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from loopkit import _jax
@@ -74,8 +75,9 @@ class Divided(NamedTuple):
     def _run(self, stretch: Stretch, env: dict, rule: Any = _jax.bind_equation) -> None:
         """Run the blocks of a stretch."""
         cuts, body = self.blocks.cuts[stretch.start : stretch.stop + 1], self.blocks.body
+        reading = _reading(env, self.sliced, rule)
         for start, stop in it.pairwise(cuts):
-            equations.run(body.eqns[start:stop], env, [], _reading(env, self.sliced, rule))
+            equations.run(body.eqns[start:stop], env, [], reading)
             if stretch.again or stop < cuts[-1]:
                 _end_block(self.blocks, start, stop, env)
 
@@ -108,8 +110,9 @@ def with_slices_in_place(jaxpr: _jax.Jaxpr) -> Any:
 
     def run(*values: jax.Array) -> list:
         env: dict[Any, Any] = dict(zip(body.invars, values, strict=True))
+        reading = _reading(env, sliced)
         for start, stop in it.pairwise(blocks.cuts):
-            equations.run(body.eqns[start:stop], env, [], _reading(env, sliced))
+            equations.run(body.eqns[start:stop], env, [], reading)
             if on_cpu:
                 _end_block(blocks, start, stop, env)
         return equations.run([], env, body.outvars)
@@ -124,14 +127,26 @@ def _end_block(blocks: Blocks, start: int, stop: int, env: dict) -> None:
 
 
 def _reading(env: dict, sliced: frozenset[_jax.Var], rule: Any = _jax.bind_equation) -> Any:
-    """Return a rule for equations in which each read of a slice passes the array to the next."""
+    """Return a rule for equations in which each read of a slice passes the array to the next.
+
+    A slice at known indices is read once: if two writes in turn were fused, XLA would copy the
+    array of cotangents for them.
+    """
+    known: dict[tuple, list] = {}
 
     def reading(eqn: _jax.Equation, ins: list) -> Any:
         first = _jax.variables(eqn.invars[:1])
-        found = as_read(eqn, ins) if sliced.intersection(first) else None
+        if not sliced.intersection(first):
+            return rule(eqn, ins)
+        place = (first[0], *eqn.params.items()) if eqn.primitive is lax.slice_p else None
+        if place in known:
+            return known[place]
+        found = as_read(eqn, ins)
         if found is None:
             return rule(eqn, ins)
         outs, env[first[0]] = found
+        if place is not None:
+            known[place] = outs
         return outs
 
     return reading
