@@ -186,7 +186,7 @@ class TensorArray(Generic[E]):
         at = self._place("write", index)
         if not isinstance(at, int) or not self._is_known():
             size = jnp.maximum(jnp.asarray(self._size, jnp.int32), jnp.asarray(at + 1, jnp.int32))
-            over = jnp.int32(self.capacity + 1)  # an index before the first is as wrong
+            over = jnp.int32(self.capacity + 1)  # for an index before the first
             return self._with(at, leaves, jnp.where(at < 0, over, size))
         if at >= self.capacity:
             more = _with_room(self._settled(), at + 1)

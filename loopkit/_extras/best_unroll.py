@@ -91,9 +91,8 @@ def best_unroll(
         def run(init: PyTree[Any], xs: PyTree[Any], asked: LoopOptions = asked) -> Any:
             inputs = Inputs.of(xs, 0, length, FUNCTION)
             steps = inputs.length
-            return run_scan(LoopSpec.of(NAMES, (f, None), bare(init), inputs, steps, asked, steps))[
-                :2
-            ]
+            spec = LoopSpec.of(NAMES, (f, None), bare(init), inputs, steps, asked, steps)
+            return run_scan(spec)[:2]
 
         to_compile, seconds = _measured(_gradient(run) if gradient else run, *given)
         total = to_compile + uses * seconds
