@@ -171,6 +171,7 @@ SECOND = {
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize(("mode", "kind"), in_turn(SECOND, ["scan", "bounded", "while"], of=3))
 def test_second_order(kind, mode):
     """x^1.5 at zero has a slope, and that has none."""

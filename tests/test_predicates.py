@@ -156,6 +156,7 @@ def reporting(kind, seen):
     return f
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kind", ["until", "until, buffers", "while, buffers", "throw", "debug"])
 def test_what_is_told_without_an_answer(kind):
     """The host hears as often of a predicate in a derivative as in the value."""
