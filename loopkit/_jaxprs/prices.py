@@ -64,7 +64,7 @@ _PRICES = {
     ),
     "argmax argmin": (5, 4),
     "cumlogsumexp": (50, 450),
-    "concatenate": (1, 0.5),
+    "concatenate": (1, 0.2),
     "transpose": (1, 0.7),
     "top_k approx_top_k": (90, 1.7),
     "random_bits random_fold_in threefry2x32": (70, 7),

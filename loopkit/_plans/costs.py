@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 from loopkit._jaxprs.accelerators import LAUNCH, SPEEDUP, Accelerator
@@ -112,7 +111,7 @@ class StepCosts(NamedTuple):
     @property
     def adding(self) -> float:
         """Return the nanoseconds to add products to their sums."""
-        return price_of_byte(self.product_bytes, self.device) * self.product_bytes
+        return prices_of_byte(self.product_bytes, self.device)[0] * self.product_bytes
 
     def handing_over(self, rows: int, store: Store, copied: bool = False) -> float:
         """Return the extra nanoseconds to reverse a step if this many rows are in one array.
@@ -147,10 +146,12 @@ SEGMENT = 20.0
 """Nanoseconds that a segment costs beyond its steps."""
 SCHEDULED = 300.0
 """Nanoseconds that a segment costs beyond its steps if a schedule says what to save and rerun."""
-CACHES = (1 << 20, 0.06), (1 << 25, 0.12), (math.inf, 0.8)
+CACHES = (1 << 20, 0.06), (1 << 25, 0.12)
 """Pairs of a number of bytes in use and the nanoseconds to write and read one byte. Each price
-holds up to its number of bytes. Memory beyond the last cache is new at every call, and the system
-must clear it first."""
+holds up to its number of bytes, and the last one also beyond."""
+NEW = 0.5
+"""The extra nanoseconds of the first write to a byte beyond the last cache. Memory of that size is
+new at every call, and the system must clear it: 0.33 on an AMD EPYC, up to 0.7 elsewhere."""
 
 ARRAY = 5.0
 """Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
@@ -171,17 +172,21 @@ WAIT = 13_900.0
 """Nanoseconds until the host has read a predicate and the device runs again, on an H200."""
 
 
-def price_of_byte(count: int, device: Accelerator | None = None, beside: int = 0) -> float:
+def prices_of_byte(
+    count: int, device: Accelerator | None = None, beside: int = 0
+) -> tuple[float, float]:
     """Return the nanoseconds to write and read a byte if `count` bytes are in use.
 
-    The bytes `beside` these only pass through the caches. They count only toward the last cache.
+    The second number is what the first write to it takes besides. The bytes `beside` these only
+    pass through the caches. They count only toward the last cache.
     """
     if device is not None:
-        return device.byte
-    cached = [price for size, price in CACHES[:-1] if count <= size]
-    return cached[0] if cached and count + beside <= CACHES[-2][0] else CACHES[-1][1]
+        return device.byte, 0.0
+    (near, price), (last, beyond) = CACHES
+    fits = count + beside <= last
+    return price if fits and count <= near else beyond, 0.0 if fits else NEW
 
 
 def price_beyond_caches(count: int, device: Accelerator | None) -> float:
     """Return the extra nanoseconds of a byte, compared with one in the nearest cache."""
-    return price_of_byte(count, device) - price_of_byte(0, device)
+    return sum(prices_of_byte(count, device)) - sum(prices_of_byte(0, device))

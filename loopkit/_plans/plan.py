@@ -263,19 +263,28 @@ class Plan:
             raise errors.wrong_value(f"Plan.{method}", "steps", expected, "None", advice)
         return check_whole(f"Plan.{method}", "steps", steps, 0, "an int >= 0 (steps of the loop)")
 
+    def _written(self, steps: int) -> float:
+        """Return the bytes on the device to which these steps write, each counted once."""
+        every = {"every residual": self.bound or 0, "every carry": self.slots}.get(self.strategy)
+        parts = -(-steps // self.segment) if every is None else steps
+        filled = min(1.0, parts / max(1, self.slots if every is None else every))
+        return filled * (self.slot_bytes - self.host_bytes) + self.row_bytes
+
     def nanoseconds(self, steps: int) -> float:
         """Predict the time beyond what every plan takes to reverse the steps, to compare plans."""
         step, steps = self.step, self._steps("nanoseconds", steps)
+        in_use = self.peak_bytes + step.working_bytes
         beside = (self.bound or 0) * step.slice_bytes
-        price = costs.price_of_byte(self.peak_bytes + step.working_bytes, step.device, beside)
+        price, first = costs.prices_of_byte(in_use, step.device, beside)
+        new = first * self._written(steps)
         save = step.to_host if self.host else lambda count, _: price * count
         row = step.array * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":
             row += save(self.row.bytes, 1) + step.record + costs.IN_PASSING * step.adding
-            return steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
+            return new + steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
         slot = step.array * step.carry_arrays + save(step.carry_bytes, self.segment)
         segments = -(-steps // self.segment)
-        beside = steps * price * 2 * step.log_bytes
+        beside = new + steps * price * 2 * step.log_bytes
         put_off = self.segment > 1 and not self.price
         beside += step.adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
