@@ -183,7 +183,7 @@ class Settings:
                 return "`only` leaves it"
         as_lax = loop.kind == "scan" and self.budget == "all"
         as_lax = as_lax and not self.finite and self.progress is None
-        as_lax = as_lax and not lax_takes_longer(loop.body, loop.length)
+        as_lax = as_lax and not lax_takes_longer(loop.body, len(loop.consts), loop.length)
         if as_lax and not equations.lax_loses_rules(loop.body):
             return "lax's own scan stores every step already"
         if loop.obstacle and self.strict:

@@ -13,6 +13,8 @@ from loopkit._jaxprs.accelerators import Accelerator
 
 ITERATION = 4.0
 """The nanoseconds that a step of a loop takes beyond its equations, on a CPU."""
+SMALLEST = 1 << 15
+"""The bytes up to which a matrix stays in the nearest cache, so that adding to it is fast."""
 UNKNOWN_TRIPS = 10
 """The assumed steps of an inner loop if its equations do not say how many it takes."""
 
@@ -58,7 +60,7 @@ def _iteration(device: Accelerator | None) -> float:
     return ITERATION if device is None else device.launch
 
 
-def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, int]:
+def factor_bytes(jaxpr: _jax.Jaxpr, consts: int) -> tuple[int, int]:
     """Return the bytes of the factors of large matrices' gradients, and of these gradients."""
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
@@ -66,7 +68,7 @@ def factor_bytes(jaxpr: _jax.Jaxpr, consts: int, smallest: int) -> tuple[int, in
     for eqn in (eqn for eqn in j.eqns if eqn.primitive.name == "dot_general"):
         reads, out = equations.variables(eqn), _jax.byte_count(eqn.outvars[0].aval)
         size = max((_jax.byte_count(v.aval) for v in reads if v in matrices), default=0)
-        if size > smallest and out < 2 * size:
+        if size > SMALLEST and out < 2 * size:
             total += out + sum(_jax.byte_count(v.aval) for v in reads if v in others)
             products += size
     return total, products

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from loopkit._jaxprs.kernels import near_divisor
 from loopkit._plans.costs import SPARED, TABLES, Store
 from loopkit._plans.one_price import host_prices
 from loopkit._plans.plan import Plan
@@ -276,13 +277,3 @@ def _leaves(steps: int, exact: bool, ratio: float = NEXT_SEGMENT) -> list[int]:
         leaves.add(near_divisor(steps, int(segment)) if near else int(segment))
         segment = max(segment + 1, segment * ratio)
     return sorted(leaves)
-
-
-def near_divisor(bound: int, segment: int) -> int:
-    """Return a divisor of `bound` near `segment`, or `segment` if there is none.
-
-    If all segments have the same length, the compiler knows how many steps each loop takes.
-    """
-    near = range(max(1, math.ceil(0.7 * segment)), math.floor(1.4 * segment) + 1)
-    divisors = [k for k in near if bound % k == 0]
-    return min(divisors, key=lambda k: abs(k - segment), default=segment)

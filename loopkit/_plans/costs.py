@@ -155,7 +155,7 @@ new at every call, and the system must clear it: 0.33 on an AMD EPYC, up to 0.7 
 
 ARRAY = 5.0
 """Nanoseconds to write an array and read it again, however small, in a loop of one kernel."""
-IN_PASSING = 0.2
+IN_PASSING = 0.5
 """The time to add a product to its sum in each step, relative to doing so once per segment."""
 TRANSFER = 0.055
 """Nanoseconds to copy a byte to the host and back: 0.029 and 0.026 on an H200, for 64 MB at once.

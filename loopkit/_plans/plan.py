@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools as ft
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from loopkit._arguments import errors
 from loopkit._arguments.validate import check_flag, check_whole
+from loopkit._jaxprs.kernels import summed_at_once
 from loopkit._plans import costs
 from loopkit._plans.costs import UNKNOWN_COSTS, Row, StepCosts, Store, Strategy
+from loopkit._plans.waiting_hosts import for_waiting_hosts
 from loopkit.schedules import binomial
 
 
@@ -153,10 +154,20 @@ class Plan:
         return 0 if self.price else self.step.factor_bytes
 
     @property
+    def summed(self) -> int:
+        """The number of steps whose deferred products are summed at once; 0 if none are."""
+        if self.strategy != "every residual":
+            return self.segment if self.segment > 1 else 0
+        if not self.exact or not self.factor_bytes or self.host or self.step.offloaded_bytes:
+            return 0
+        return summed_at_once(self.bound or 0)
+
+    @property
     def row_bytes(self) -> int:
         """The bytes stored for a segment, or copied for some steps, while it is reversed."""
         if self.strategy == "every residual":
-            return self.exact * self.step.at_a_time(self.bound or 0) * self.row.bytes
+            copied = max(self.exact * self.step.at_a_time(self.bound or 0), self.summed)
+            return copied * self.row.bytes + self.summed * self.factor_bytes
         row = 0 if self.strategy == "every carry" else self.row.bytes
         return 0 if self.segment == 1 else self.segment * (row + self.factor_bytes)
 
@@ -280,12 +291,13 @@ class Plan:
         save = step.to_host if self.host else lambda count, _: price * count
         row = step.array * self.row.arrays + self.row.nanoseconds
         if self.strategy == "every residual":
-            row += save(self.row.bytes, 1) + step.record + costs.IN_PASSING * step.adding
+            row += save(self.row.bytes, 1) + step.record
+            row += step.adding * (1 / self.summed if self.summed else costs.IN_PASSING)
             return new + steps * (row + step.handing_over(steps, "residuals", copied=self.exact))
         slot = step.array * step.carry_arrays + save(step.carry_bytes, self.segment)
         segments = -(-steps // self.segment)
         beside = new + steps * price * 2 * step.log_bytes
-        put_off = self.segment > 1 and not self.price
+        put_off = self.summed and not self.price
         beside += step.adding * (segments if put_off else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
             slot += step.handing_over(steps, "carries")
@@ -299,61 +311,3 @@ class Plan:
         each = costs.SCHEDULED if self.strategy == "schedule" else step.segment
         replay += step.handing_over(self.segment if self.segment > 1 else self.slots, self.store)
         return beside + passes + steps * replay + segments * (each + slot)
-
-
-@ft.lru_cache(maxsize=256)
-def for_waiting_hosts(plan: Plan) -> Plan:
-    """Return the plan, or one with longer segments whose carries and rows need no more memory.
-
-    A GPU runs what the host has launched. If the compiler does not know the length of a loop, the
-    host reads the predicate before each iteration, and waits for it. Between two kept carries, it
-    waits once for each segment. So if a plan keeps carries alone, some of the slots may hold the
-    rows of a longer segment instead.
-    """
-    if plan.strategy != "schedule" or (plan.segment > 1 and not plan.host):
-        return plan
-    steps = costs.WAITING_REACH * plan.slots if plan.bound is None else plan.bound
-    plans = [plan, *(_beside_rows(plan, steps) if plan.host else _among_rows(plan))]
-    most = costs.MORE * _runs(plan, steps)
-    return min(
-        (p for p in plans if _runs(p, steps) <= most), key=lambda p: _on_gpu_nanoseconds(p, steps)
-    )
-
-
-def _among_rows(plan: Plan) -> Iterator[Plan]:
-    """Yield plans with longer segments, whose rows take the memory of some slots."""
-    for segment in range(2, plan.rows + 2):
-        slots = plan.rows + plan.spared - (segment - 1)
-        if slots > 0:
-            yield replace(plan, slots=slots, segment=segment, store="carries")
-
-
-def _beside_rows(plan: Plan, steps: int) -> Iterator[Plan]:
-    """Yield plans with slots on the host, and rows in the room left on the device."""
-    store = "carries" if plan.segment == 1 else plan.store
-    times = 2
-    while times * plan.segment <= steps:
-        wider = replace(plan, segment=times * plan.segment, store=store)
-        on_its_way = plan.step.carry_bytes
-        if wider.peak_bytes + on_its_way > (plan.room or 0):
-            return
-        yield wider
-        times += 1 + times // 8
-
-
-def _runs(plan: Plan, steps: int) -> float:
-    """Return how often a step runs, forward and backward, until each step is reversed."""
-    return sum(plan.evaluations(steps)) + steps * (1 - 1 / plan.segment)
-
-
-def waits(plan: Plan, steps: int) -> int:
-    """Return how often the host waits in the backward pass.
-
-    It waits for each segment that runs to reach another, and at the end of each segment.
-    """
-    forward, again = plan.evaluations(steps)
-    return (again - forward) // plan.segment + -(-steps // plan.segment)
-
-
-def _on_gpu_nanoseconds(plan: Plan, steps: int) -> float:
-    return _runs(plan, steps) * plan.step.on_gpu + waits(plan, steps) * costs.WAIT

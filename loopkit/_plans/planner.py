@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loopkit._arguments import errors
+from loopkit._jaxprs.kernels import near_divisor
 from loopkit._plans.budget import Budget, Bytes, Part, Share, stores_every_step
 from loopkit._plans.cheapest import (
     FEW_SLOTS,
@@ -17,7 +18,6 @@ from loopkit._plans.cheapest import (
     TooLittle,
     can_keep_last,
     cheapest_plan,
-    near_divisor,
     plans_by_time,
 )
 from loopkit._plans.costs import CACHES, StepCosts, Store

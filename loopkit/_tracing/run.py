@@ -84,7 +84,7 @@ def _runs_as_lax(spec: LoopSpec, traced: Traced) -> bool:
 
 def _as_lax(loop: Loop) -> tuple[bool, bool]:
     """Return whether lax's scan takes longer, and whether its derivatives lose rules or calls."""
-    slower = lax_takes_longer(loop.body, loop.length)
+    slower = lax_takes_longer(loop.body, loop.const_count, loop.length)
     return slower, equations.lax_loses_rules(loop.body) or equations.lax_loses_calls(loop.body)
 
 

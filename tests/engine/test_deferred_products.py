@@ -12,9 +12,10 @@ from loopkit._engine.derivative.deferred_products import put_off
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Operands, kept, parts
-from loopkit._jaxprs import equations
+from loopkit._jaxprs import cost, equations, kernels
 from tolerances import assert_near
 
+from . import swept_loops
 from .small_loops import make_loop
 
 STEPS = 4
@@ -271,3 +272,15 @@ def test_factors_are_gone_before_the_loop_before_goes_back():
     factors = 8 * array(128, 2000).size * 4
     without = program.compile().memory_analysis().temp_size_in_bytes - factors
     assert without < (10e6 if _jax.KEEPS_BARRIERS else 16e6)
+
+
+def test_stored_steps_are_summed_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(cost, "SMALLEST", 64)
+    monkeypatch.setattr(kernels, "SUMMED", 2)
+    loop, given = swept_loops.dense(checkpoints="all", cond=None, cond_consts=[])
+    wanted = swept_loops.written_out(loop, given)
+    for on_gpu in swept_loops.GPUS:
+        found = swept_loops.assert_swept(loop, given, wanted, on_gpu)
+        assert found.both.how.plan.summed == 2
+        assert found.both.how.products is not None
+        assert not found.runs["reversed"], "but without the products"

@@ -11,13 +11,12 @@ from loopkit import Plan, _jax
 from loopkit._buffers.slices import read, write, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative import deferred_products
-from loopkit._engine.derivative import reversal as reversal_
 from loopkit._engine.derivative.reversal import can_replay, covers, reversal
 from loopkit._engine.derivative.split import _where_it_flows
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
 from loopkit._engine.primitives import evaluated_p, forward_p
-from loopkit._jaxprs import equations
+from loopkit._jaxprs import cost, equations
 
 from .small_loops import assert_same, make_loop
 
@@ -271,7 +270,7 @@ def test_the_same_how_is_not_made_anew():
 @pytest.mark.parametrize("lanes", [False, True])
 def test_no_products_of_lanes_are_put_off(lanes, monkeypatch):
     """The plan does not count on deferred products, either."""
-    monkeypatch.setattr(reversal_, "SMALLEST", 64)
+    monkeypatch.setattr(cost, "SMALLEST", 64)
 
     def dense(consts, carry, x):
         return [jnp.tanh(carry[0] @ consts[0]), carry[1] + 1], []

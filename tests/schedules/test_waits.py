@@ -4,7 +4,7 @@ import pytest
 
 from loopkit import Plan
 from loopkit._plans.costs import MORE, StepCosts
-from loopkit._plans.plan import waits
+from loopkit._plans.waiting_hosts import waits
 from loopkit.schedules import binomial, reversal
 
 from .machine import replay

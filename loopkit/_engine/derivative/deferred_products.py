@@ -21,10 +21,9 @@ from typing import Any
 from loopkit import _jax
 from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import SMALLEST
 from loopkit._jaxprs.products import product
 
-SMALLEST = 1 << 15
-"""The bytes up to which a matrix stays in the nearest cache, where deferring gains nothing."""
 UNARY = ("transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p")
 """Linear primitives that may be applied to a product."""
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from loopkit import _jax
-from loopkit._engine.derivative.deferred_products import SMALLEST
 from loopkit._engine.derivative.linearised import Linearised, Variant, has_frontier, linearised
 from loopkit._engine.derivative.pieces import Reversal, build, saved_leaves
 from loopkit._engine.derivative.split import Split, keep_split, split_step
@@ -167,7 +166,7 @@ def _with_smaller_rows(step: StepCosts, whole: Linearised) -> StepCosts:
 def _step_of(quiet: Reversal, whole: Linearised) -> StepCosts:
     """Return the costs of a step, for planning."""
     loop, split = quiet.loop, quiet.split
-    factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count, SMALLEST)
+    factors = (0, 0) if loop.lanes else factor_bytes(quiet.forward, loop.const_count)
     stored = quiet.drop_counters(split.stored_types)
     return StepCosts(
         _jax.byte_count(*quiet.slot_types),

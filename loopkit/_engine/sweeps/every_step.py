@@ -54,12 +54,14 @@ class EveryResidual(Sweep):
         return run_steps(loop, operands, recorded(self, loop, operands), state)
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
-        if not self.part or _jax.for_accelerators():
+        length = 0 if _jax.for_accelerators() else self.part
+        length = self.how.plan.summed if step.products else length
+        if not length:
             return super().reverse(step, steps, s)
-        reverse_one = stored_reversal(step, s.stacks, self.part)
-        types = _jax.stack_types(self.how.row_types, self.part)
+        reverse_one = stored_reversal(step, s.stacks, length)
+        types = _jax.stack_types(self.how.row_types, length)
         rows = [_jax.blank(t, step.after) for t in types]
-        return strategy.reverse_segments(reverse_one, self.part, steps, s._replace(rows=rows)).cts
+        return strategy.reverse_segments(reverse_one, length, steps, s._replace(rows=rows)).cts
 
 
 def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
@@ -84,7 +86,7 @@ def record(
         return _record(recorded(sweep, loop, operands, first), loop, count, state)
     how, (_, rows) = sweep.how, state
     total, types = _length_of(rows, length), _jax.stack_types(how.row_types, length)
-    zero = how.products is not None  # which also read the rows of steps not taken
+    zero = how.products is not None and not how.plan.keeps_all  # reads rows of steps not taken
     empty = list(map(_jax.zeros if zero else _jax.blank, types))
 
     def run_one(part: _jax.Whole, s: tuple) -> tuple:

@@ -205,7 +205,7 @@ class Sweep(abc.ABC):
             adds = [s is not None for s in xs]
             step = StepReversal(how, operands, taken, batch, ct_ys, log, adds, after)
             if step.products is not None:
-                types = _jax.stack_types(step.products.factor_types, how.plan.segment)
+                types = _jax.stack_types(step.products.factor_types, how.plan.summed)
                 flowing = flowing._replace(factors=[_jax.zeros_after(t, after) for t in types])
             flowing = self.reverse(step, steps, Backward(0, stacks, segments, [], flowing, buffers))
             bar, puts_off = flowing.bar, step.products is not None
