@@ -1,6 +1,6 @@
 """Predictions of the planner beside measurements: times of steps, and the plans that it takes.
 
-    python benchmarks/costs.py [--only prices,plans,long] [--steps fft,eigh] [--repeats 9] [--cpu]
+    python benchmarks/costs.py [--only prices,plans,long,weights] [--steps fft,eigh] [--cpu]
 
 | step     | what it is                                        | steps  |
 | -------- | ------------------------------------------------- | ------ |
@@ -211,17 +211,59 @@ def compare_long_loops(report: Report, repeats: int, names: Sequence[str] = tupl
         report.target(f"{name}, {LONG_STEPS:,} steps: time of 'all' over that of lax", over, 1.0)
 
 
+SHAPES = (1, 256, 500), (8, 128, 1000), (8, 256, 500), (32, 256, 256), (128, 128, 256)
+RECURRENT = {f"{rows} x {units}, {n:,} steps": (rows, units, n) for rows, units, n in SHAPES}
+"""Recurrent loops with weight matrices: rows, units, steps."""
+
+
+def _gated(weights, h, x):
+    gate = jax.nn.sigmoid(h @ weights[0] + x @ weights[1])
+    h = gate * h + (1 - gate) * jnp.tanh(x @ weights[0])
+    return h, h
+
+
+def _of_weights(loop: Callable, **options) -> Callable:
+    def loss(weights, xs):
+        h, ys = loop(ft.partial(_gated, weights), jnp.zeros_like(xs[0]), xs, **options)
+        return h.sum() + (ys**2).sum()
+
+    return jax.grad(loss, (0, 1))
+
+
+def compare_recurrent_loops(
+    report: Report, repeats: int, names: Sequence[str] = tuple(RECURRENT)
+) -> None:
+    """Gradients of a gated step that multiplies by two matrices, beside those of lax."""
+    for name in names:
+        rows, units, length = RECURRENT[name]
+        keys = jax.random.split(jax.random.key(0), 3)
+        weights = [jax.random.normal(key, (units, units)) / units**0.5 for key in keys[:2]]
+        functions = {
+            "lax": _of_weights(lax.scan),
+            "default": _of_weights(loopkit.scan),
+            "checkpoints='all'": _of_weights(loopkit.scan, checkpoints="all"),
+        }
+        given = weights, jax.random.normal(keys[2], (length, rows, units))
+        found = harness.measure(functions, given, repeats, rtol=1e-3)
+        report.measured(harness.recorded(name, found, "lax"))
+        over = harness.ratio(found["checkpoints='all'"].seconds, found["lax"].seconds)
+        report.target(f"{name}: time of 'all' over that of lax", over, 1.05)
+
+
 SECTIONS = {
     "prices": ("Times of steps, predicted and measured", compare_prices),
     "plans": ("The default beside other plans", compare_plans),
     "long": ("Long loops whose steps are not one kernel", compare_long_loops),
+    "weights": ("Recurrent loops with weight matrices", compare_recurrent_loops),
 }
+CHOICES = {"long": tuple(LONG), "weights": tuple(RECURRENT)}
+"""The loops of sections that do not run the steps of `NAMES`."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--steps", default=",".join(dict.fromkeys([*NAMES, *LONG])))
+    parser.add_argument("--steps", help="all that a section has by default")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cpu", action="store_true", help="time of all cores, not of the clock")
     given = parser.parse_args()
@@ -232,8 +274,9 @@ def main() -> None:
     for section in given.only.split(","):
         title, run = SECTIONS[section]
         report.write(f"\n## {section}: {title}\n")
-        names = LONG if section == "long" else NAMES
-        run(report, given.repeats, [n for n in names if n in given.steps.split(",")])
+        names = CHOICES.get(section, NAMES)
+        asked = names if given.steps is None else given.steps.split(",")
+        run(report, given.repeats, [n for n in names if n in asked])
     report.summary()
 
 

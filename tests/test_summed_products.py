@@ -106,7 +106,7 @@ def test_when_products_are_summed():
     plan = lambda **how: Plan(**{**vars(whole), "step": step, **how})
     assert plan().summed == 16
     assert plan(step=step._replace(factor_bytes=0)).summed == 0
-    assert plan(exact=False).summed == plan(price=1.0).summed == plan(host=True).summed == 0
+    assert plan(exact=False).summed == plan(host=True).summed == 0
     assert plan().row_bytes == 16 * (8 + 64)
     assert plan().nanoseconds(128) < plan(exact=False).nanoseconds(128)
 

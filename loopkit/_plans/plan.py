@@ -149,16 +149,11 @@ class Plan:
         return self.step.row(self.store, self.price)
 
     @property
-    def factor_bytes(self) -> int:
-        """The bytes, for each step, of the factors of deferred products of a segment."""
-        return 0 if self.price else self.step.factor_bytes
-
-    @property
     def summed(self) -> int:
         """The number of steps whose deferred products are summed at once; 0 if none are."""
         if self.strategy != "every residual":
             return self.segment if self.segment > 1 else 0
-        if not self.exact or not self.factor_bytes or self.host or self.step.offloaded_bytes:
+        if not self.exact or not self.step.factor_bytes or self.host or self.step.offloaded_bytes:
             return 0
         return summed_at_once(self.bound or 0)
 
@@ -167,9 +162,9 @@ class Plan:
         """The bytes stored for a segment, or copied for some steps, while it is reversed."""
         if self.strategy == "every residual":
             copied = max(self.exact * self.step.at_a_time(self.bound or 0), self.summed)
-            return copied * self.row.bytes + self.summed * self.factor_bytes
+            return copied * self.row.bytes + self.summed * self.step.factor_bytes
         row = 0 if self.strategy == "every carry" else self.row.bytes
-        return 0 if self.segment == 1 else self.segment * (row + self.factor_bytes)
+        return 0 if self.segment == 1 else self.segment * (row + self.step.factor_bytes)
 
     @ft.cached_property
     def peak_bytes(self) -> int:
@@ -297,8 +292,7 @@ class Plan:
         slot = step.array * step.carry_arrays + save(step.carry_bytes, self.segment)
         segments = -(-steps // self.segment)
         beside = new + steps * price * 2 * step.log_bytes
-        put_off = self.summed and not self.price
-        beside += step.adding * (segments if put_off else costs.IN_PASSING * steps)
+        beside += step.adding * (segments if self.summed else costs.IN_PASSING * steps)
         if self.strategy == "every carry":
             slot += step.handing_over(steps, "carries")
             return beside + steps * (step.run + step.remake + slot)

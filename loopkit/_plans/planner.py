@@ -228,7 +228,7 @@ def _about_the_root(loop: Plan) -> Plan:
 def _balanced(loop: Plan, store: Store, most: int) -> Plan:
     """Return a plan with a slot for every segment, and about as many bytes in slots as in rows."""
     step, bound = loop.step, loop.bound or 0
-    row = step.row(store, loop.price).bytes + replace(loop, store=store).factor_bytes
+    row = step.row(store, loop.price).bytes + step.factor_bytes
     slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
     segment = max(1, -(-bound // slots))
     if loop.exact:

@@ -93,7 +93,7 @@ class Reversal:
         if self.whole is not None:
             return self.whole.products
         plan = self.plan
-        if not plan.summed or plan.price or self.layout_plan is not None:
+        if not plan.summed or self.layout_plan is not None:
             return None
         loop, split = self.loop, self.split
         fixed = loop.const_count + len(split.hoist.out_avals)
