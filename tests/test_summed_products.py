@@ -32,6 +32,12 @@ def dense(w, h, x):
     return h, h.sum(0)
 
 
+def stacked(w, h, x):
+    """A step whose matrices are parts of one array; one of them is read twice."""
+    h = jnp.tanh(h @ w[0] + x @ w[1])
+    return jnp.sin(h @ w[0].T), h[0]
+
+
 def sorted_rows(w, h, x):
     """A step that is no single kernel, whose rows are copied a few at a time."""
     h = jnp.sort(jnp.tanh(h @ w[0] + x @ w[1]), 0)
@@ -60,9 +66,13 @@ WAYS = [{"checkpoints": "all"}, {"memory": 10**9}, {"checkpoints": "all", "rever
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("how", WAYS, ids=str)
-@pytest.mark.parametrize(("step", "length"), [(dense, 127), (dense, 130), (sorted_rows, 130)])
+@pytest.mark.parametrize(
+    ("step", "length"), [(dense, 127), (dense, 130), (stacked, 130), (sorted_rows, 130)]
+)
 def test_gradients_are_those_of_a_python_loop(step, length, how):
     at = data(length)
+    if step is stacked:
+        at = jnp.stack(at[0]), *at[1:]
     with jax.disable_jit():
         wanted = gradient(unrolled, step, **how)(*at)
     assert_close(jax.jit(gradient(loopkit.scan, step, **how))(*at), wanted)
@@ -92,8 +102,11 @@ def test_loops_of_lax_are_replaced():
     assert "loopkit" in str(jax.make_jaxpr(replaced)(*at))
 
 
-def test_factors_of_many_steps_are_kept():
-    lowered = jax.jit(gradient(loopkit.scan, dense, checkpoints="all")).lower(*data(128))
+@pytest.mark.parametrize("step", [dense, stacked])
+def test_factors_of_many_steps_are_kept(step):
+    w, *at = data(128)
+    w = jnp.stack(w) if step is stacked else w
+    lowered = jax.jit(gradient(loopkit.scan, step, checkpoints="all")).lower(w, *at)
     assert f"tensor<16x{ROWS}x{WIDTH}xf64>" in lowered.as_text()
 
 

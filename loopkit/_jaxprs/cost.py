@@ -15,6 +15,8 @@ ITERATION = 4.0
 """The nanoseconds that a step of a loop takes beyond its equations, on a CPU."""
 SMALLEST = 1 << 15
 """The bytes up to which a matrix stays in the nearest cache, so that adding to it is fast."""
+PARTS = frozenset(("slice", "squeeze", "reshape", "transpose"))
+"""Primitives whose result is a matrix if the operand is one."""
 UNKNOWN_TRIPS = 10
 """The assumed steps of an inner loop if its equations do not say how many it takes."""
 
@@ -65,10 +67,14 @@ def factor_bytes(jaxpr: _jax.Jaxpr, consts: int) -> tuple[int, int]:
     j = _jax.open_jaxpr(jaxpr)
     matrices = {v for v in j.invars[:consts] if _jax.is_differentiable(v.aval)}
     others, total, products = set(j.invars[consts:]), 0, 0
-    for eqn in (eqn for eqn in j.eqns if eqn.primitive.name == "dot_general"):
-        reads, out = equations.variables(eqn), _jax.byte_count(eqn.outvars[0].aval)
-        size = max((_jax.byte_count(v.aval) for v in reads if v in matrices), default=0)
-        if size > SMALLEST and out < 2 * size:
-            total += out + sum(_jax.byte_count(v.aval) for v in reads if v in others)
-            products += size
+    for eqn in j.eqns:
+        reads = equations.variables(eqn)
+        if eqn.primitive.name in PARTS and matrices.issuperset(reads):
+            matrices.update(eqn.outvars)
+        if eqn.primitive.name == "dot_general":
+            out = _jax.byte_count(eqn.outvars[0].aval)
+            size = max((_jax.byte_count(v.aval) for v in reads if v in matrices), default=0)
+            if size > SMALLEST and out < 2 * size:
+                total += out + sum(_jax.byte_count(v.aval) for v in reads if v in others)
+                products += size
     return total, products

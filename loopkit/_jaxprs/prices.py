@@ -17,7 +17,7 @@ EQUATION = 0.3
 """The fewest nanoseconds that an equation takes, as part of a kernel with others."""
 ELEMENT = 0.04
 """The nanoseconds for an element of plain arithmetic; one vector instruction computes many."""
-FLOPS = 120.0
+FLOPS = 200.0
 """The floating-point operations per nanosecond in a product of matrices."""
 
 _PLAIN = """
@@ -240,8 +240,8 @@ def _product(m: int, n: int, k: int) -> float:
     """Predict the time of a product of two matrices of 32 bits."""
     if m * n * k <= INLINE:
         return 0.4 * m * n * k
-    begin = 600 if any(side % MULTIPLE for side in (m, n, k)) else 100
-    return begin + 0.25 * (m * n + m * k + n * k) + 2 * m * n * k / FLOPS
+    begin = 600 if any(side % MULTIPLE for side in (m, n, k)) else 200
+    return begin + 0.1 * (m * n + m * k + n * k) + 2 * m * n * k / FLOPS
 
 
 def _symmetric_product(eqn: _jax.Equation) -> float:

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopkit import _jax
+from loopkit._buffers.slices import write_p
 from loopkit._engine.loop import kept
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import SMALLEST
 from loopkit._jaxprs.products import product
 
-UNARY = ("transpose", "reshape", "squeeze", "neg", "convert_element_type", "copy", "copy_p")
+_UNARY = """
+    broadcast_in_dim convert_element_type copy copy_p neg reshape squeeze transpose
+"""
+UNARY = frozenset(_UNARY.split())
 """Linear primitives that may be applied to a product."""
 
 Term = tuple[Any, ...]
@@ -110,10 +114,21 @@ def _terms(v: _jax.Atom, maker: Callable[[Any], Any], still: set, sums: set) -> 
             if any(p is None for p in parts):
                 return None
             return [(*term, *after[::-1]) for p in parts if p for term in p]
-        if name not in UNARY:
+        if _adds_to_a_part(eqn):
+            whole, part = (_terms(u, maker, still, sums) for u in eqn.invars[:2])
+            if whole is None or part is None:
+                return None
+            return [(*term, *after[::-1]) for term in (*whole, *((*p, eqn) for p in part))]
+        if name not in UNARY or len(eqn.invars) != 1:
             return None
         after.append(eqn)
         v = eqn.invars[0]
+
+
+def _adds_to_a_part(eqn: _jax.Equation) -> bool:
+    """Return whether an equation adds to a part of an array that is the same in every step."""
+    unmasked = eqn.primitive is write_p and len(eqn.invars) == 3
+    return unmasked and eqn.params["add"] and not eqn.params["window"].axes
 
 
 def _factors(terms: Sequence[Term]) -> list:
@@ -136,5 +151,9 @@ def _evaluate(term: Term, place: dict) -> Any:
     made = made.replace(params={**made.params, "dimension_numbers": numbers})
     value = product(made, *(place[v] for v in made.invars))
     for eqn in after:
-        (value,) = _jax.bind_equation(eqn, [value])
+        ins = [value]
+        if _adds_to_a_part(eqn):
+            whole, _, starts = (_jax.zeros(v.aval) for v in eqn.invars)
+            ins = [whole, value, starts]
+        (value,) = _jax.bind_equation(eqn, ins)
     return value
