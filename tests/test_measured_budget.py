@@ -1,5 +1,6 @@
 """`measure=True`: the compiler's figure for a gradient is within the budget."""
 
+import contextlib
 import re
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import loopkit
 from derivatives import assert_close, in_numpy
 from loopkit._engine.derivative import ways
+from loopkit._foreign.checkpointed import _asked
 from test_one_budget import PROGRAMS, W, X, bytes_for_all, compiled_bytes, twice, two, unrolled
 
 
@@ -49,7 +51,7 @@ def test_what_a_function_closes_over_is_a_constant_for_the_compiler(monkeypatch)
 
 def along(xs, w):
     """Most of the memory is for what the loop makes, whatever its plan."""
-    start, step = jnp.zeros((4, 16)), lambda h, x: (jnp.tanh(h @ w + jnp.sin(x)),) * 2
+    start, step = jnp.zeros(xs.shape[1:]), lambda h, x: (jnp.tanh(h @ w + jnp.sin(x)),) * 2
     return jnp.sum(lax.scan(step, start, xs)[1] ** 2)
 
 
@@ -57,7 +59,7 @@ def test_a_little_more_than_the_least_is_used():
     """A plan of one carry runs steps again 500,500 times."""
     args = jnp.ones((1000, 4, 16)), jnp.eye(16) / 2
     with pytest.raises(ValueError, match=r"at least \d+ bytes, which the smallest") as refused:
-        jax.grad(loopkit.checkpointed(along, memory=400_000, measure=True))(*args)
+        jax.grad(loopkit.checkpointed(along, memory=400_000, measure=True), (0, 1))(*args)
     budget = 2100 + int(re.search(r"at least (\d+)", str(refused.value))[1])
     measured = loopkit.checkpointed(along, memory=budget, measure=True)
     assert compiled_bytes(measured, *args) <= budget
@@ -253,3 +255,35 @@ def test_a_gradient_that_does_not_compile_here_is_not_measured():
         expected = r"`measure` can be True only if the gradient of `fn` in all its arguments comp"
         with pytest.raises(ValueError, match=expected + r".* Leave it out\. Got: ValueError: "):
             slope(memory=predicted, measure=True)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_gradient_in_some_arguments_fits(measure):
+    """Values may lie where the gradient of the others would be, so it may need more than all."""
+    keys = jax.random.split(jax.random.key(0))
+    at = jax.random.normal(keys[0], (20, 20)) / 5, jax.random.normal(keys[1], (200, 8, 20))
+    stacked, fits = at[1].nbytes, 0
+    need = lambda f, of: jax.jit(jax.grad(f, of)).lower(*at).compile().memory_analysis()
+    for budget in (int(1.4 * stacked), int(2.6 * stacked)):
+        f = loopkit.checkpointed(lambda w, xs: along(xs, w), memory=budget, measure=measure)
+        for of in (0, (0, 1)):
+            with contextlib.suppress(ValueError):  # the budget may be too small
+                assert need(f, of).temp_size_in_bytes <= budget, of
+                fits += 1
+    assert fits >= 3
+
+
+def test_where_a_derivative_is_asked_for():
+    asked = []
+
+    def of(x):
+        asked.append(_asked([x, jnp.ones(3)]))
+        return jnp.sum(x)
+
+    jax.grad(of)(1.0)
+    jax.jit(jax.grad(of))(1.0)
+    jax.grad(lambda x: jax.vmap(of)(x * jnp.ones(2)).sum())(1.0)
+    jax.grad(jax.jit(of))(1.0)  # inside jit, that is not known
+    of(1.0)
+    assert asked == [*[[True, False]] * 3, *[[True, True]] * 2]

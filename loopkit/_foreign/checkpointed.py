@@ -79,11 +79,11 @@ def checkpointed(
         keep their default. If the gradient needs more, taking it raises an error that names the
         least budget that will do, and what takes most of it. If it is predicted to need up to eight
         times the budget, loopkit compiles it first, and raises only if the compiler agrees.
-    - `measure`: True limits what the compiler reports for that gradient, and not what loopkit
-        predicts. loopkit then compiles the gradient each time that it traces `fn`: once or twice
-        as a rule, and up to nine times while it looks for the fastest plan that fits. It raises the
-        error only if none fits. `fn` needs a gradient in all its arguments, and `memory` must be
-        one number of bytes.
+    - `measure`: True limits what the compiler reports for the gradient, and not what loopkit
+        predicts. loopkit then compiles the gradient each time that it traces `fn`, in the arguments
+        for which one is asked, or in all of them inside a `jit` that is differentiated: once or
+        twice as a rule, and up to nine times while it looks for the fastest plan that fits. It
+        raises the error only if none fits. `memory` must be one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of
@@ -166,7 +166,9 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
         if not all(map(is_of_library, classes)):
             raise Unknown  # a class may change, as an object may
         exact = _is_plain(tree) and not static
-        key = (settings, *types, tree if exact else program_key((tree, static), met=functions))
+        asked = tuple(_asked(leaves)) if isinstance(settings.budget, Part) else ()
+        structure = tree if exact else program_key((tree, static), met=functions)
+        key = (settings, *types, structure, asked)
     except Unknown:  # an object that may change
         return _traced(fn, settings, leaves, tree).run(leaves)
     known = remember(functions, key, traced)
@@ -180,6 +182,12 @@ def _call(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
         return (new or [_traced(fn, settings, leaves, tree)])[0].run(leaves)
     with replacing(settings):
         return fn(*args, **kwargs)
+
+
+def _asked(values: Sequence[Any]) -> list[bool]:
+    """Return in which values a derivative is asked for; in all of them if that is not known."""
+    asked = list(map(_jax.is_differentiated, values))
+    return asked if any(asked) else [True] * len(asked)
 
 
 @ft.lru_cache(256)
@@ -233,7 +241,7 @@ def _traced_with(
     if isinstance(budget, Part):  # JAX traces the rules while the program is planned
         each = replace(budget, count=int(part * budget.count), number=None)
         within = with_rules(jaxpr, replace(settings, budget=each))
-        jaxpr = with_parts(within, budget, consts)
+        jaxpr = with_parts(within, budget, consts, _asked([*consts, *kept(leaves, traced)]))
         changed = has_loops or jaxpr is not within
     else:
         changed, jaxpr = has_loops, with_rules(jaxpr, settings)

@@ -86,6 +86,7 @@ from loopkit._jax.jaxprs import (
     dce,
     free_axes,
     has_references,
+    is_differentiated,
     is_dropped,
     is_laid_out,
     is_reference,

@@ -100,6 +100,13 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_differentiated(value: Any) -> bool:
+    """Return whether a value is a tracer of a derivative, below those of `jax.vmap`."""
+    while isinstance(value, batching.BatchTracer):
+        value = value.val
+    return isinstance(value, (ad.JVPTracer, ad.LinearizeTracer))
+
+
 @dataclass(frozen=True, eq=False)
 class Constant:
     """An array in a program, which a rule for derivatives makes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import and_
 from typing import Any, NamedTuple
 
 import jax
@@ -57,13 +58,15 @@ class Best(NamedTuple):
 class Ways:
     """The ways to run a program, from the fastest to the smallest. Most are made on demand."""
 
-    def __init__(self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any]) -> None:
+    def __init__(
+        self, numbered: _jax.Jaxpr, budget: Part, first: Sequence[Any], asked: Sequence[bool]
+    ) -> None:
         self.budget, self.choices = budget, {}
         self._chains: dict[tuple, Chain] = {}
         self._known = [None if _jax.is_tracer(v) else v for v in first]
         self._moves = [v is None for v in self._known]
         self._moves += [True] * (len(numbered.in_avals) - len(first))
-        self._numbered, self._divides = numbered, True
+        self._numbered, self._divides, self._asked = numbered, True, asked
         self.first: list[Way] = []
         eqns = _jax.open_jaxpr(equations.inlined(numbered)).eqns
         refers = _jax.has_references(numbered)
@@ -103,11 +106,12 @@ class Ways:
 
     def _compiled(self, made: Any) -> tuple[Any, int]:
         try:
-            return made, temporary_bytes(made, self._known)
+            return made, temporary_bytes(made, self._known, self._asked)
         except Exception as error:
+            where = "all its arguments" if all(self._asked) else "what it is asked for"
             raise NotCompiledError(
-                "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in all "
-                "its arguments compiles here. Leave it out. "
+                "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in "
+                f"{where} compiles here. Leave it out. "
                 f"Got: {type(error).__name__}: {error}"
             ) from error
 
@@ -171,8 +175,12 @@ class NotCompiledError(ValueError):
     """The gradient in all inputs does not compile: it does not exist, or there is no device."""
 
 
-def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
-    """Return the temporary memory that XLA reports for the gradient in all inputs.
+def temporary_bytes(
+    jaxpr: _jax.Jaxpr, first: Sequence[Any] = (), asked: Sequence[bool] | None = None
+) -> int:
+    """Return the temporary memory that XLA reports for the gradient in all inputs, or those asked.
+
+    Fewer results may take more temporary memory, because values may lie where a result will be.
 
     For each of the first inputs, `first` has a value that makes it a constant, or None.
     """
@@ -181,6 +189,7 @@ def temporary_bytes(jaxpr: _jax.Jaxpr, first: Sequence[Any] = ()) -> int:
     free = [v is None for v in known]
     outs = list(map(_jax.is_differentiable, jaxpr.out_avals))
     ins = list(map(_jax.is_differentiable, kept(jaxpr.in_avals, free)))
+    ins = list(map(and_, ins, kept(asked or [True] * len(types), free)))
 
     def gradient(*values: jax.Array) -> Any:
         def of(*moving: jax.Array) -> list:

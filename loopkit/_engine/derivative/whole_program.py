@@ -39,10 +39,11 @@ WITH_PARTS = while_p, dual_p
 """The primitives of loops that get parts. The layout of what other loops save is fixed already."""
 
 
-def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> Any:
+def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any], asked: Sequence[bool]) -> Any:
     """Return a program that fits in a budget: some code runs again, and loops have parts of it.
 
-    The parts are for the gradient in all inputs. Only loops without a number get one.
+    The parts are for the gradient in all inputs, and what is compiled to see whether they fit is
+    the gradient in the inputs marked in `asked`. Only loops without a number get a part.
 
     `first` has the values of the first inputs. The compiler gets those that are known.
     """
@@ -69,7 +70,7 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any] = ()) -> An
         return with_budget(eqn, replace(part, number=count), sharing)
 
     numbered = equations.map_equations(jaxpr, with_number)
-    ways = Ways(numbered, budget, first)
+    ways = Ways(numbered, budget, first, asked)
     if not ways.first and not ways.others:  # it has no derivative
         return jaxpr
     if budget.measured:
