@@ -153,9 +153,10 @@ class Plan:
         """The number of steps whose deferred products are summed at once; 0 if none are."""
         if self.strategy != "every residual":
             return self.segment if self.segment > 1 else 0
-        if not self.exact or not self.step.factor_bytes or self.host or self.step.offloaded_bytes:
+        step = self.step
+        if not self.exact or self.host or step.offloaded_bytes or step.device is not None:
             return 0
-        return summed_at_once(self.bound or 0)
+        return summed_at_once(self.bound or 0) if step.factor_bytes else 0
 
     @property
     def row_bytes(self) -> int:

@@ -26,10 +26,17 @@ pytestmark = pytest.mark.accelerators
 
 
 def test_all_residuals_cost_what_they_do_in_lax():
-    """Kernels, waits and memory on a GPU are those of lax."""
-    made = [gradient_of("gpu", "layer", name) for name in ('loopkit.scan, "all"', "lax.scan")]
-    ours, theirs = ((g.work, g.program.device_bytes) for g in made)
-    assert ours == theirs
+    """Kernels, waits and memory on a GPU are at most those of lax, and a few launches are more.
+
+    Traced for a CPU, the loop defers products of weights there, but not where it is a GPU's.
+    """
+    ours, theirs = (
+        gradient_of("gpu", "layer", name) for name in ('loopkit.scan, "all"', "lax.scan")
+    )
+    assert ours.work.kernels <= theirs.work.kernels
+    assert ours.work.waits == theirs.work.waits == 0
+    assert ours.work.launches <= theirs.work.launches + 3
+    assert ours.program.device_bytes <= theirs.program.device_bytes
 
 
 COPIES = {"lax, `.at[i].set` in the carry": 2, "loopkit.scan": 0, 'loopkit.scan, "all"': 0}

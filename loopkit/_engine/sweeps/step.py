@@ -87,7 +87,10 @@ class StepReversal:
             self.safe = SafeInputs.of(how.loop, operands, taken > 0, how.saved, how.forward)
         self.hoisted = list(_jax.call_jaxpr(how.split.hoist)(*self.safe.consts))
         self.backward, self.late = how.backward, [False] * sum(how.active.consts)
-        if batch is None and not how.loop.lanes and log is not None and how.products is not None:
+        defers = batch is None and not how.loop.lanes and log is not None
+        if how.plan.keeps_all and _jax.for_accelerators():
+            defers = False  # to store a factor takes a launch
+        if defers and how.products is not None:
             self.products, self.backward = how.products, how.products.step
             self.late = list(how.products.put_off[: len(self.late)])
         if batch is not None:
