@@ -255,6 +255,11 @@ def test_a_gradient_that_does_not_compile_here_is_not_measured():
         expected = r"`measure` can be True only if the gradient of `fn` in all its arguments comp"
         with pytest.raises(ValueError, match=expected + r".* Leave it out\. Got: ValueError: "):
             slope(memory=predicted, measure=True)
+        both = loopkit.checkpointed(lambda x, y: f(x) + f(y), memory="1 MB", measure=True)
+        with pytest.raises(
+            ValueError, match="in the arguments for which it is asked compiles here"
+        ):
+            jax.eval_shape(jax.grad(both), x, x)
 
 
 @pytest.mark.every_case

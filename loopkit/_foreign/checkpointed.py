@@ -81,9 +81,9 @@ def checkpointed(
         times the budget, loopkit compiles it first, and raises only if the compiler agrees.
     - `measure`: True limits what the compiler reports for the gradient, and not what loopkit
         predicts. loopkit then compiles the gradient each time that it traces `fn`, in the arguments
-        for which one is asked, or in all of them inside a `jit` that is differentiated: once or
-        twice as a rule, and up to nine times while it looks for the fastest plan that fits. It
-        raises the error only if none fits. `memory` must be one number of bytes.
+        for which one is asked, or in all of them inside a `jit` or a loop that is differentiated:
+        once or twice as a rule, and up to nine times while it looks for the fastest plan that fits.
+        It raises the error only if none fits. `memory` must be one number of bytes.
     - `only`: `LoopSite -> bool`, called once for each loop that is traced. It returns whether to
         replace the loop. A `LoopSite` has `kind`, `name_stack`, `source`, `length`, `carry_bytes`,
         `depth` (the number of loops around it) and `outer` (the `LoopSite` of the innermost of

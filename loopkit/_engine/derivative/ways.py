@@ -108,7 +108,9 @@ class Ways:
         try:
             return made, temporary_bytes(made, self._known, self._asked)
         except Exception as error:
-            where = "all its arguments" if all(self._asked) else "what it is asked for"
+            where = (
+                "all its arguments" if all(self._asked) else "the arguments for which it is asked"
+            )
             raise NotCompiledError(
                 "loopkit.checkpointed: `measure` can be True only if the gradient of `fn` in "
                 f"{where} compiles here. Leave it out. "

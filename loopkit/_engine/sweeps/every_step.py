@@ -86,7 +86,7 @@ def record(
         return _record(recorded(sweep, loop, operands, first), loop, count, state)
     how, (_, rows) = sweep.how, state
     total, types = _length_of(rows, length), _jax.stack_types(how.row_types, length)
-    zero = how.products is not None and not how.plan.keeps_all  # reads rows of steps not taken
+    zero = how.products is not None and not how.plan.keeps_all  # reads rows not written
     empty = list(map(_jax.zeros if zero else _jax.blank, types))
 
     def run_one(part: _jax.Whole, s: tuple) -> tuple:
