@@ -16,6 +16,8 @@ RANGE = 1, 1.5, 2.5, 5, 12, 40, 200, 2000
 """Budgets, over the least that will do."""
 SLACK = 1024
 """Bytes by which the compiler lays out arrays less tightly than they are counted."""
+EARLY = 1 << 14
+"""The most bytes of rows that may be there twice: arrays of up to 4 kB are made at once."""
 QUICK = "big_vector", "table", "nested"
 
 
@@ -75,7 +77,10 @@ def test_more_bytes_take_neither_more_time_nor_more_runs(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [n if n in QUICK else later(n) for n in PROGRAMS])
 def test_budgets_are_kept(name):
-    """Up to a carry: in the least plan, the one it begins with may be that on its way."""
+    """Up to a carry: in the least plan, the one it begins with may be that on its way.
+
+    Rows of a few thousand bytes are made as a program begins, beside those of the forward pass.
+    """
     loss, args, steps = PROGRAMS[name]
 
     def needed(**options):
@@ -86,4 +91,6 @@ def test_budgets_are_kept(name):
     base = needed(memory=lowest) - lowest
     for factor in RANGE[1:]:
         budget = int(factor * lowest)
-        assert needed(memory=budget) - base <= 1.02 * budget + carry + SLACK
+        plan = outer(name, memory=budget)
+        early = plan.row_bytes if plan.keeps_last and plan.row_bytes <= EARLY else 0
+        assert needed(memory=budget) - base <= 1.02 * budget + carry + early + SLACK

@@ -119,7 +119,11 @@ def test_it_needs_less_than_a_checkpoint_for_each_layer():
     ws, x = arguments(12, 256, 8)
     by_hand = compiled_bytes(lambda ws, x: _by_hand(ws, x), ws, x)
     budgeted = loopkit.checkpointed(layers, memory=by_hand, measure=True)
-    assert compiled_bytes(budgeted, ws, x) <= by_hand
+    if RUNS_AGAIN:
+        assert compiled_bytes(budgeted, ws, x) <= by_hand
+    else:
+        with pytest.raises(ValueError, match="which the smallest plan needs once it is compiled"):
+            compiled_bytes(budgeted, ws, x)
 
 
 def _by_hand(ws, x):
