@@ -202,6 +202,12 @@ def test_errors(settings, message):
         loopkit.scan(lambda h, x: (h, x), 0.0, inputs(0), **settings)
 
 
+def test_numbers_are_no_array_to_scan_over():
+    message = r"Make an array of `xs`, .*Got: `xs` with leaves that are no arrays, such as 1.5, and"
+    with pytest.raises(ValueError, match=message):
+        loopkit.scan(lambda h, x: (h + x, h), 0.0, [1.5, 2.0])
+
+
 # ---------------------------------------------------------------- blocks
 
 

@@ -159,6 +159,16 @@ def test_static_arguments_and_decorator():
     assert_close(jax.grad(lambda x: power(x, 3, name="cube")["cube"])(2.0), jnp.asarray(12.0))
 
 
+def test_an_array_of_words_stays_as_it_is():
+    def chosen(x, words):
+        rate = {"fast": 2.0, "slow": 0.5}[words[0]]
+        return lax.scan(lambda c, _: (rate * jnp.sin(c), None), x, length=3)[0]
+
+    words = np.array(["slow", "fast"])
+    found = jax.grad(loopkit.checkpointed(chosen))(1.0, words)
+    assert_close(found, jax.grad(lambda x: chosen(x, words))(1.0))
+
+
 def test_numbers_of_a_model_stay_as_they_are():
     """Equinox knows settings by their types: a rate of dropout is no input of a scan."""
 

@@ -170,8 +170,9 @@ def from_prefix(
 
 
 def is_traced(leaf: object) -> bool:
-    """Return whether a leaf is an array."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    """Return whether a leaf is an array of a kind that JAX has."""
+    numpy = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in "OSTUMm"
+    return isinstance(leaf, jax.Array) or numpy
 
 
 def are_traced(args: tuple, kwargs: dict[str, Any]) -> list[bool]:

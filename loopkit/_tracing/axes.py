@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from loopkit import _jax
 from loopkit._arguments import errors, validate
 from loopkit._arguments.errors import short_type
+from loopkit._arguments.static_leaves import is_static
 
 LINE = 64
 """The size of a cache line, in bytes."""
@@ -85,10 +86,7 @@ class Inputs(NamedTuple):
             if function != SCAN:
                 advice = "Pass at least one array to be sliced."
                 raise wrong("must have an array with rows", "none", advice)
-            got = f"`{argument}` without leaves{' to scan over' if leaves else ''} and length=None"
-            expected = "must say how many steps to take"
-            advice = "Pass `length`, or an array in `xs`."
-            raise errors.wrong_value(function, "length", expected, got, advice)
+            raise _no_length(function, argument, xs, bool(leaves))
         return Inputs(jax.tree.structure(xs), [leaf for _, leaf in leaves], axes, length)
 
     @property
@@ -148,6 +146,18 @@ class Inputs(NamedTuple):
 
 
 NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
+
+
+def _no_length(function: str, argument: str, xs: PyTree[Any], whole: bool) -> ValueError:
+    """Make the error for xs without a row for each step; `whole` says if they have arrays."""
+    found = jax.tree.leaves(xs, is_leaf=is_static)
+    got = f"`{argument}` without leaves{' to scan over' if whole else ''} and length=None"
+    advice = f"Pass `length`, or an array in `{argument}`."
+    if found and not whole:
+        got = f"`{argument}` with leaves that are no arrays, such as {found[0]!r}, and length=None"
+        advice = f"Make an array of `{argument}`, as in jnp.array([1.0, 2.0])."
+    expected = "must say how many steps to take"
+    return errors.wrong_value(function, "length", expected, got, advice)
 
 
 @ft.lru_cache(1024)

@@ -115,13 +115,22 @@ def _measured(ways: Ways, best: Best) -> Any:
             return _fastest_between(ways, larger, best, made)
         saved = (more - needed) / max(1, larger.state.bytes - best.state.bytes)
         fewer = best.state.bytes - int(1.1 * (needed - limit) / min(max(saved, FLATTEST), 1))
+    made, needed = _smaller(ways, best, made, needed)
+    return made if needed <= limit else _refused(made, _refusal_as_compiled(limit, needed, best))
+
+
+def _smaller(ways: Ways, best: Best, made: Any, needed: int) -> tuple[Any, int]:
+    """Return a program that needs less than `made` once it is compiled, and its bytes.
+
+    It is the first that fits in the budget or, if none does, the smallest.
+    """
     others = (other for other in ways.smallest()[:SMALLEST] if other.way is not best.way)
     for compiled in (ways.untouched, *(partial(ways.compiled, other) for other in others)):
         if (found := compiled()) is not None and found[1] < needed:
             made, needed = found
-        if needed <= limit:
-            return made
-    return _refused(made, _refusal_as_compiled(limit, needed, best))
+        if needed <= ways.budget.count:
+            break
+    return made, needed
 
 
 def _with_room(ways: Ways, best: Best, made: Any, needed: int) -> Any:
@@ -161,10 +170,9 @@ def _smallest(ways: Ways, best: Best) -> Any:
         return _refused(made, _refusal(budget, best))
     if needed <= budget.count:
         return _with_room(ways, best, made, needed)
-    if (untouched := ways.untouched()) and untouched[1] < needed:
-        made, needed = untouched
-        if needed <= budget.count:
-            return made
+    made, needed = _smaller(ways, best, made, needed)
+    if needed <= budget.count:
+        return made
     if needed < best.state.bytes:
         return _refused(made, _refusal_as_compiled(budget.count, needed, best))
     return _refused(made, _refusal(budget, best, f"; the compiler needs {needed} bytes for it"))
