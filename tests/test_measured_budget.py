@@ -15,6 +15,7 @@ from derivatives import assert_close, in_numpy
 from loopkit._engine.derivative import ways
 from loopkit._foreign.checkpointed import _asked
 from test_one_budget import PROGRAMS, W, X, bytes_for_all, compiled_bytes, twice, two, unrolled
+from test_straight_line import RUNS_AGAIN
 
 
 def test_the_compiler_needs_no_more_than_the_budget():
@@ -292,3 +293,29 @@ def test_where_a_derivative_is_asked_for():
     jax.grad(jax.jit(of))(1.0)  # inside jit, that is not known
     of(1.0)
     assert asked == [*[[True, False]] * 3, *[[True, True]] * 2]
+
+
+@pytest.mark.slow
+def test_a_budget_that_only_another_way_fits_in():
+    """The way with the fewest predicted bytes may need more than others once it is compiled."""
+
+    def mlp(ws, x):
+        for k in range(12):
+            x = x + jnp.tanh(x @ ws[k % 4]) @ ws[(k + 1) % 4]
+        return jnp.mean(x**2)
+
+    of_ws, of_x = jax.random.split(jax.random.key(0))
+    ws, x = 0.2 * jax.random.normal(of_ws, (4, 32, 32)), jax.random.normal(of_x, (1024, 32))
+
+    def needed(**how):
+        slope = jax.grad(loopkit.checkpointed(mlp, **how), 1)
+        return jax.jit(slope).lower(ws, x).compile().memory_analysis().temp_size_in_bytes
+
+    if not RUNS_AGAIN:
+        with pytest.raises(ValueError, match="`memory` must be at least"):
+            needed(memory=1_700_000)
+        return
+    enough = needed(memory=1_700_000, measure=True)
+    assert enough <= needed(memory=1_700_000) <= 1_700_000
+    with pytest.raises(ValueError, match=f"must be at least {enough} bytes"):
+        needed(memory=enough - 1)
