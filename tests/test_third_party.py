@@ -167,6 +167,23 @@ def test_diffrax_lanes_against_its_own_checkpoints():
     np.testing.assert_allclose(optimized(jax.grad(replaced))(1.3), wanted, rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [2, 70])
+def test_solves_side_by_side_with_a_rule_of_their_own(count):
+    diffrax = import_or_skip("diffrax")
+
+    def end(y):
+        term = diffrax.ODETerm(lambda t, y, _: -y * jnp.sin(5 * t * y))
+        how = {"stepsize_controller": diffrax.PIDController(rtol=1e-4, atol=1e-6)}
+        return diffrax.diffeqsolve(term, diffrax.Tsit5(), 0.0, 1.0, 0.1, y, **how).ys[0]
+
+    loss = lambda ys: jnp.sum(jax.vmap(end)(ys) ** 2)
+    ys = jnp.linspace(0.1, 3.0, count)
+    wanted = jax.grad(loss)(ys)
+    np.testing.assert_allclose(jax.grad(loopkit.checkpointed(loss))(ys), wanted, rtol=1e-9)
+    with loopkit.replace_lax_loops():
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(ys), wanted, rtol=1e-9)
+
+
 # ---------------------------------------------------------------- optimistix
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from loopkit import _jax
 from loopkit._engine.lanes.many_lanes import (
     COPIED_FOR_LANES,
-    TOGETHER,
     AxisPair,
     join,
     waiting_lanes,
@@ -212,29 +210,3 @@ def test_what_is_not_joined():
     assert joined(loop, FLAGS, FLAGS, 2) is None
     spread = dataclasses.replace(_jax.axis(6), spmd_name="d")
     assert join(found(loop, FLAGS, 3).lane, spread, [0] * 7) is None
-
-
-# ---------------------------------------------------------------- predicates that ask all lanes
-
-any_lane_p = jax.extend.core.Primitive(TOGETHER)
-any_lane_p.def_impl(lambda x: x)
-any_lane_p.def_abstract_eval(lambda x: x)
-jax.interpreters.mlir.register_lowering(any_lane_p, lambda ctx, x: [x])
-jax.interpreters.batching.primitive_batchers[any_lane_p] = lambda args, dims: (
-    any_lane_p.bind(args[0].any(dims[0])),
-    None,
-)
-
-
-def test_a_predicate_that_asks_all_lanes():
-    """A predicate of equinox asks all lanes; once lanes narrow, each is asked."""
-    asks = lambda limit, carry: any_lane_p.bind(carry[0] < limit[0])
-    loop, operands = small(cond=asks)
-    plain, _ = small()
-    lanes, given = in_lanes(loop, operands, FLAGS, 6)
-    assert lanes.loop.lanes == (6,)
-    assert_lanes(lanes, given, lambda own: run(plain, loop.split(own)[0]))
-    still = Operands([False], [True, True], [False, True, True], [True])
-    assert found(loop, still) is None
-    waits, _ = small(cond=asks, lane_policy="compact")
-    assert found(waits, FLAGS, 2) is None, "too few to narrow"

@@ -2,8 +2,6 @@
 
 import jax
 import jax.export
-import numpy as np
-from jax.extend.core import Primitive
 
 from loopkit import _jax
 from loopkit._engine.lanes import many_lanes
@@ -12,13 +10,11 @@ from loopkit._engine.lanes.many_lanes import (
     LEAST,
     WORTH_NARROWING,
     _narrower,
-    asking_each,
     may_narrow,
     waiting,
     why_waiting,
     widths,
 )
-from loopkit._jaxprs import equations
 
 from .small_loops import make_loop
 
@@ -111,21 +107,3 @@ def test_widths_that_are_asked_for():
     assert widths(doubling(length=9, lane_policy="compact"), 70) == _narrower(70)
     assert widths(doubling(length=9, lane_policy=(40, 20)), 70) == (40, 20)
     assert widths(doubling(length=9, lane_policy=(40, 20)), 40) == (20,)
-
-
-in_any_lane = Primitive(many_lanes.TOGETHER)
-in_any_lane.def_abstract_eval(lambda x: x)
-
-
-def test_lanes_that_go_on_together_are_asked_each():
-    """Also in a call; there is nothing to do where predicates do not speak of others."""
-    names = lambda loop: [e.primitive.name for e in equations.all_equations(loop.cond)]
-    below = lambda _, carry: carry[0] < 9
-    assert asking_each(doubling(length=9)) is None
-    assert asking_each(doubling(cond=below)) is None
-    called = lambda _, carry: jax.jit(in_any_lane.bind)(below(_, carry))
-    for cond in (lambda _, carry: in_any_lane.bind(below(_, carry)), called):
-        found = asking_each(doubling(cond=cond))
-        assert names(found) == ["lt"]
-        asks = _jax.call_jaxpr(found.cond)
-        assert [bool(asks(np.asarray(i), np.asarray(0.5))[0]) for i in (8, 9)] == [True, False]

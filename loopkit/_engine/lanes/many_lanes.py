@@ -10,19 +10,22 @@ other way, its lanes wait for each other.
 
 from __future__ import annotations
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
+from loopkit._engine.lanes.going_together import asking_each, shared_results
 from loopkit._engine.loop import Loop, Operands, Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
-from loopkit._jaxprs.dataflow import interpret
 from loopkit._plans.budget import Bytes
 
 LEAST = 8
@@ -42,8 +45,6 @@ STEPS, RUNS = 1000, 1000
 """The assumed steps of a loop, if its bound is not lower, and the runs of a compiled loop."""
 COMPILE_NANOSECONDS = 3e8, 5e6
 """The nanoseconds to compile a phase and its gradient, and those for each equation of a step."""
-TOGETHER = "unvmap_any"
-"""The primitive of equinox that returns whether something holds in any lane."""
 
 
 def widths(loop: Loop, count: int) -> tuple[int, ...]:
@@ -120,27 +121,6 @@ def _apart(loop: Loop, axis: _jax.AxisData) -> bool:
     return isinstance(axis.size, int) and masked and not spread and not speak
 
 
-def asking_each(loop: Loop) -> Loop | None:
-    """Return the loop without the equinox primitives that make its lanes go on together.
-
-    Return None if the predicate holds none.
-    """
-    cond = loop.cond
-    if cond is None or not any(
-        eqn.primitive.name == TOGETHER for eqn in equations.all_equations(cond)
-    ):
-        return None
-
-    def rule(eqn: _jax.Equation, ins: list) -> Any:
-        return ins if eqn.primitive.name in (TOGETHER, "nonbatchable") else None
-
-    def make() -> Loop:
-        run = lambda *values: interpret(_jax.open_jaxpr(cond), values, rule)
-        return loop.replace(cond=_jax.trace_closed(run, cond.in_avals, "loop_cond"))
-
-    return loop.derived("asking each", make)
-
-
 COPIED_FOR_LANES = 1 << 16
 """The bytes that may be copied when lanes join, even if all carries together have fewer bytes."""
 
@@ -154,6 +134,8 @@ class OneLane:
     """The number of lanes along the axis."""
     flags: Operands
     """Which operands have the axis."""
+    shared: tuple[tuple[int, int], ...] = ()
+    """Results that are the same in all lanes: the number of a carry leaf, and what a step adds."""
 
     @property
     def many(self) -> Loop:
@@ -164,7 +146,20 @@ class OneLane:
 
     def replaced(self, loop: Loop, flags: Operands | None = None) -> Loop:
         """Return the loop of as many lanes of another loop."""
-        return OneLane(loop, self.count, flags or self.flags).many
+        return replace(self, loop=loop, flags=flags or self.flags).many
+
+    def in_common(self, results: Sequence[Any], axes: Sequence[int]) -> list:
+        """Return the results, with those that are shared taken from the lane that ran longest."""
+        found = list(results)
+        for i, by in self.shared:
+            last = jnp.max if by > 0 else jnp.min if by else ft.partial(jnp.take, indices=0)
+            found[i] = last(found[i], axis=axes[i])
+        return found
+
+    def unshared(self, axes: Sequence[int]) -> list[int | None]:
+        """Return the axes, None for a result that is shared."""
+        shared = dict(self.shared)
+        return [None if i in shared else axis for i, axis in enumerate(axes)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +195,7 @@ class ManyLanes(Rewritten):
 
     lane: OneLane
     results: list
-    """The lane axis of each result."""
+    """The lane axis of each result; None if all lanes have the same."""
 
 
 @dataclass(frozen=True)
@@ -242,19 +237,34 @@ def with_lanes(loop: Loop, axis: _jax.AxisData, dims: Sequence[int | None]) -> M
     if _adds_lanes(loop, axis, flags):
         return None if loop.lanes and not widths(loop, axis.size) else _lanes(loop, axis, flags)
     apart = asking_each(loop)
-    if apart is None or not _adds_lanes(apart, axis, flags) or not widths(apart, axis.size):
+    if apart is None or not widths(apart, axis.size) or not _stops_apart(apart, axis, flags):
         return None
-    return _lanes(apart, axis, flags)
+    shared = shared_results(loop, batch_loop(loop, axis, flags).results)
+    return None if shared is None else _lanes(apart, axis, flags, shared)
+
+
+def _stops_apart(loop: Loop, axis: _jax.AxisData, flags: Operands) -> bool:
+    """Return whether each lane may stop by itself.
+
+    In some loops of equinox the number of steps must be the same in all lanes. Such a loop raises
+    an error if it gets an axis.
+    """
+    with suppress(ValueError):
+        return _adds_lanes(loop, axis, flags)
+    return False
 
 
 def _adds_lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> bool:
     return len(batch_loop(loop, axis, flags).loop.lanes) > len(loop.lanes)
 
 
-def _lanes(loop: Loop, axis: _jax.AxisData, flags: Operands) -> ManyLanes:
-    lane = OneLane(loop, axis.size, flags)
-    new, map_results = waiting_lanes(lane), lambda results, _=(): list(results)
-    return ManyLanes(lane.many, new.map_operands, map_results, lane, new.results)
+def _lanes(
+    loop: Loop, axis: _jax.AxisData, flags: Operands, shared: tuple[tuple[int, int], ...] = ()
+) -> ManyLanes:
+    lane = OneLane(loop, axis.size, flags, shared)
+    new = waiting_lanes(lane)
+    map_results = lambda results, _=(): lane.in_common(results, new.results)
+    return ManyLanes(lane.many, new.map_operands, map_results, lane, lane.unshared(new.results))
 
 
 def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneLane | None:
@@ -273,7 +283,7 @@ def join(lane: OneLane, axis: _jax.AxisData, dims: Sequence[int | None]) -> OneL
     if count * copied > max(COPIED_FOR_LANES, count * _jax.byte_count(*loop.carry_types)):
         return None
     flags = loop.split([a or b for a, b in pairs])[0]
-    return OneLane(loop, count, flags)
+    return replace(lane, count=count, flags=flags)
 
 
 def _joined(lane: OneLane, new: OneLane, two: AxisPair) -> ManyLanes:
@@ -284,6 +294,12 @@ def _joined(lane: OneLane, new: OneLane, two: AxisPair) -> ManyLanes:
         return [two.joined(v, place, d, inner) for (v, d), place, inner in places]
 
     def map_results(results: Sequence[Any], _: object = ()) -> list:
-        return list(map(two.apart, results, one.results))
+        found = lane.in_common(results, one.results)
+        for i, place in enumerate(new.unshared(one.results)):
+            if place is None:  # each inner lane has what all lanes share
+                found[i] = jnp.stack([found[i]] * two.inner, axis=old.results[i])
+            else:
+                found[i] = two.apart(found[i], place)
+        return found
 
-    return ManyLanes(new.many, map_operands, map_results, new, one.results)
+    return ManyLanes(new.many, map_operands, map_results, new, new.unshared(one.results))
