@@ -62,6 +62,8 @@ class Loop:
     """The caller's choice of what lanes do after they have stopped."""
     min_active_lanes: int = 0
     """The loop goes on while more than this many lanes, of a single axis, are active."""
+    reads_lanes: bool = False
+    """Whether steps read the values of other lanes, also of those that have stopped."""
     masks_itself: bool = False
     """Whether the step itself leaves stopped lanes unchanged."""
     progress: ProgressSettings | None = field(default=None, repr=False)

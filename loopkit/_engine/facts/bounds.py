@@ -81,6 +81,8 @@ def at_step(
     `taken` is the number of steps of each lane.
     """
     out: list[Any] = [None] * len(counters)
+    if loop.reads_lanes and loop.lanes:  # other lanes read what a stopped lane holds
+        step = jnp.minimum(step, taken)
     for i, (v, by, kind) in enumerate(zip(init, counters, loop.carry_types, strict=True)):
         if i == loop.flag and by is not None:
             out[i] = jnp.broadcast_to(step < taken, v.shape) if loop.lanes else jnp.array(True)

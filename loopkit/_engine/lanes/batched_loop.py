@@ -19,6 +19,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
+from loopkit._engine.lanes.going_together import reads_other_lanes
 from loopkit._engine.lanes.predicates import ended_in_each_lane
 from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
 
@@ -110,6 +111,7 @@ def _batch_loop(
     new_loop = loop.replace(
         cond=cond,
         body=body,
+        reads_lanes=loop.reads_lanes or reads_other_lanes(loop),
         consts=tuple(
             c._replace(lanes=_lanes(c.lanes, b, joins))
             for c, b in zip(loop.consts, batched.consts, strict=True)

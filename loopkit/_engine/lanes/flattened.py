@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopkit import _jax
+from loopkit._engine.lanes.going_together import asks_all_lanes, reads_other_lanes
 from loopkit._engine.lanes.nest import Inside, Nest, steps_nanoseconds
 from loopkit._engine.loop import Loop, Rewritten, run_rewritten
 from loopkit._engine.primitives import while_p
@@ -66,6 +67,8 @@ def _with_loops_in_sight(body: _jax.Jaxpr) -> Any:
 def _cut(loop: Loop) -> Nest | None:
     """Return the step cut at its inner loops; None if it cannot be cut."""
     if loop.lanes or loop.length == 0:  # a loop of no steps has no rows
+        return None
+    if reads_other_lanes(loop) or asks_all_lanes(loop):  # each lane is in a step of its own
         return None
     if any(map(_jax.varying, (t for j in loop.jaxprs for t in (*j.in_avals, *j.out_avals)))):
         return None  # inner loops may vary over fewer devices than the state would

@@ -18,6 +18,10 @@ from loopkit._jaxprs.dataflow import interpret
 
 TOGETHER = "unvmap_any"
 """The primitive of equinox that returns whether something holds in any lane."""
+OF_ALL_LANES = frozenset((TOGETHER, "unvmap_all", "unvmap_max"))
+"""The primitives of equinox that return something of all lanes."""
+WITH_A_BATCH = frozenset(("custom_vmap_call", "rng_bit_generator"))
+"""Primitives whose results in one lane may depend on the other lanes."""
 
 
 def asking_each(loop: Loop) -> Loop | None:
@@ -28,7 +32,8 @@ def asking_each(loop: Loop) -> Loop | None:
     cond = loop.cond
     if cond is None or not _holds_stopped_lanes(loop):
         return None
-    if not any(eqn.primitive.name == TOGETHER for eqn in equations.all_equations(cond)):
+    # A second one is the user's, and asks what it says.
+    if sum(eqn.primitive.name == TOGETHER for eqn in equations.all_equations(cond)) != 1:
         return None
 
     def rule(eqn: _jax.Equation, ins: list) -> Any:
@@ -41,13 +46,62 @@ def asking_each(loop: Loop) -> Loop | None:
     return loop.derived("asking each", make)
 
 
+def reads_other_lanes(loop: Loop) -> bool:
+    """Return whether a step may read the values of other lanes, but not by the name of their axis.
+
+    Steps of equinox's own loops ask all lanes only to save work, which changes no result.
+    """
+    found = lambda: _reads(loop.body, _holds_stopped_lanes(loop))
+    return loop.derived("reads other lanes", found)
+
+
+def asks_all_lanes(loop: Loop) -> bool:
+    """Return whether the loop, or one in its steps, asks something of all lanes."""
+    every = (eqn for j in loop.jaxprs for eqn in equations.all_equations(j))
+    return any(eqn.primitive.name in OF_ALL_LANES for eqn in every)
+
+
+def _reads(jaxpr: _jax.Jaxpr, of_equinox: bool) -> bool:
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        name = eqn.primitive.name
+        if name in WITH_A_BATCH or _draws_for_a_batch(eqn):
+            return True
+        if name in OF_ALL_LANES and not of_equinox:
+            return True
+        within = of_equinox or _is_loop_of_equinox(eqn)
+        if any(_reads(inner, within) for inner in equations.jaxprs_in(eqn)):
+            return True
+    return False
+
+
+def _draws_for_a_batch(eqn: _jax.Equation) -> bool:
+    """Return whether an equation draws with a generator that draws for all keys of a batch."""
+    if not eqn.primitive.name.startswith("random_"):
+        return False
+    kinds = (getattr(v.aval.dtype, "_impl", None) for v in (*eqn.invars, *eqn.outvars))
+    return any("rbg" in getattr(kind, "name", "") for kind in kinds)
+
+
+def _is_loop_of_equinox(eqn: _jax.Equation) -> bool:
+    loop = eqn.params.get("loop")
+    if loop is not None:
+        return _holds_stopped_lanes(loop)
+    if eqn.primitive is not _jax.lax_while_p:
+        return False
+    return _holds(eqn.params["body_jaxpr"], eqn.params["body_nconsts"])
+
+
 def _holds_stopped_lanes(loop: Loop) -> bool:
+    return _holds(loop.body, loop.const_count)
+
+
+def _holds(body: _jax.Jaxpr, const_count: int) -> bool:
     """Return whether each step is one of equinox, which keeps stopped lanes as they are.
 
     Such a step carries whether the lane goes on, and selects by it between new and old values.
     """
-    j = _jax.open_jaxpr(loop.body)
-    maker, carry = equations.maker_of(j), j.invars[loop.const_count :]
+    j = _jax.open_jaxpr(body)
+    maker, carry = equations.maker_of(j), j.invars[const_count:]
     copies = lambda eqn: eqn.primitive.name in ("copy", "convert_element_type")
     flags = [
         before

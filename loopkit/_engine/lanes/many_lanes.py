@@ -22,7 +22,11 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
-from loopkit._engine.lanes.going_together import asking_each, shared_results
+from loopkit._engine.lanes.going_together import (
+    asking_each,
+    reads_other_lanes,
+    shared_results,
+)
 from loopkit._engine.loop import Loop, Operands, Rewritten
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
@@ -66,6 +70,8 @@ def widths(loop: Loop, count: int) -> tuple[int, ...]:
 def may_narrow(loop: Loop, axis: _jax.AxisData) -> bool:
     """Return whether a loop with this axis of lanes narrows, or may once others join."""
     if loop.lane_policy == "wait" or waiting.value or not _apart(loop, axis):
+        return False
+    if loop.reads_lanes or reads_other_lanes(loop):
         return False
     return loop.lane_policy not in (None, "flatten") or not why_never(loop)
 

@@ -48,8 +48,18 @@ class EveryInput:
     def call(self, step: _jax.Jaxpr, _: None, consts: list, carry: list, x: list) -> list:
         return list(_jax.call_jaxpr(step)(*consts, *carry, *x))
 
-    def hold(self, _: None, new: list, *__: object) -> list:
+    def hold(self, active: Any, new: list, *_: Any) -> list:
         return new
+
+
+@dataclass(frozen=True)
+class HeldInputs(EveryInput):
+    """The inputs that a stopped lane holds, if other lanes read them, safe or not."""
+
+    def hold(self, active: Any, new: list, *others: Any) -> list:
+        old, *rest = others
+        old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
+        return hold(active, new, old, *rest)
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,13 @@ class SafeInputs:
     @staticmethod
     def of(
         loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
-    ) -> SafeInputs:
+    ) -> SafeInputs | HeldInputs:
         """Make the inputs for a loop with lanes; `active` marks those that take any step.
 
         `step` takes the constants, the `saved` leaves of the carry, and the slices.
         """
+        if loop.reads_lanes:
+            return HeldInputs(operands.consts)
         shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
         substitute = _substitution(active)
         consts = _each(substitute, operands.consts, loop.const_lanes)

@@ -300,5 +300,8 @@ class StepReversal:
         outs = _jax.call_jaxpr(self.backward)(*consts, *hoisted, *x, *row, *so_far, *given)
         counts = len(so_far) - sum(self.late), sum(active.carry), sum(active.xs)
         d_consts, d_carry, d_x, factors = parts(outs, *counts)
-        d_carry = safe.hold(running, d_carry, flowing[: len(d_carry)], buffers, axis)
+        before = flowing[: len(d_carry)]
+        if self.how.loop.lanes and self.how.loop.reads_lanes:  # other lanes read a stopped one
+            before = [b + d for b, d in zip(before, d_carry, strict=True)]
+        d_carry = safe.hold(running, d_carry, before, buffers, axis)
         return [d_consts, d_carry, d_x, factors]
