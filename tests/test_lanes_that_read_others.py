@@ -71,6 +71,47 @@ def test_loops_of_loopkit(name):
     assert_close(jax.jit(jax.grad(loss(run(name, loopkit.while_loop))))(STARTS), wanted)
 
 
+@pytest.mark.parametrize("name", ["any", "rbg"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradients_of_each_lane(name, settings):
+    wanted = jax.vmap(jax.jacfwd(run(name), 1))(COUNTS, STARTS, KEYS)
+    slope = jax.grad(loopkit.checkpointed(run(name), **settings), 1)
+    assert_close(jax.vmap(slope)(COUNTS, STARTS, KEYS), wanted)
+
+
+def test_a_scan_that_stops():
+    """It reads slices that a stopped lane does not take, and returns a row of each step."""
+    xs = 0.3 * jnp.sin(jnp.arange(35.0)).reshape(5, 7)
+
+    def scanned(n, x, xs):
+        def step(s, x):
+            k, h = s
+            h = jnp.sin(h + mean(h) / 2 + x)
+            return (k + 1, h), h * x
+
+        (_, h), ys = loopkit.scan(step, (0, x), xs, until=lambda s, _: s[0] > n)
+        return h, ys
+
+    def in_lax(n, x, xs):
+        def step(s):
+            k, h, ys = s
+            h = jnp.sin(h + mean(h) / 2 + xs[k])
+            return k + 1, h, ys.at[k].set(h * xs[k])
+
+        last = lax.while_loop(lambda s: (s[0] < 7) & (s[0] <= n), step, (0, x, jnp.zeros(7)))
+        return last[1:]
+
+    def loss(f):
+        def of(x, xs):
+            h, ys = jax.vmap(f)(COUNTS, x, xs)
+            return jnp.sum(h**2) + jnp.sum(jnp.sin(ys))
+
+        return of
+
+    wanted = jax.jacfwd(loss(in_lax), (0, 1))(STARTS, xs)
+    assert_close(jax.grad(loss(scanned), (0, 1))(STARTS, xs), wanted)
+
+
 def test_a_question_of_the_user_to_all_lanes_stays():
     """Equinox's own question is removed where its lanes narrow."""
 
