@@ -1,8 +1,10 @@
-"""Loops of equinox, whose lanes go on together while one of them does.
+"""Lanes that go on together while one of them does, and lanes that read each other.
 
-Their predicates ask whether any lane goes on, and their steps keep stopped lanes as they are. So
-each lane may stop by itself instead. What all lanes share, such as a counter of steps, then has to
-be taken from the lane that stops last.
+The predicates of equinox's loops ask whether any lane goes on, and their steps keep stopped lanes
+as they are. So each lane may stop by itself instead. What all lanes share, such as a counter of
+steps, then has to be taken from the lane that stops last.
+
+Steps of other loops may read lanes that have stopped, so these have to be as they are in lax.
 """
 
 from __future__ import annotations

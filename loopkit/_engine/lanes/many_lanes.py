@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
@@ -158,7 +159,8 @@ class OneLane:
         """Return the results, with those that are shared taken from the lane that ran longest."""
         found = list(results)
         for i, by in self.shared:
-            last = jnp.max if by > 0 else jnp.min if by else ft.partial(jnp.take, indices=0)
+            first = ft.partial(lax.index_in_dim, index=0, keepdims=False)
+            last = jnp.max if by > 0 else jnp.min if by else first
             found[i] = last(found[i], axis=axes[i])
         return found
 
