@@ -12,10 +12,9 @@ from loopkit._buffers.slices import read, write, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.derivative import deferred_products
 from loopkit._engine.derivative.reversal import can_replay, covers, reversal
-from loopkit._engine.derivative.split import _where_it_flows
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
-from loopkit._engine.primitives import evaluated_p, forward_p
+from loopkit._engine.primitives import evaluated_p, forward_p, pullback_p
 from loopkit._jaxprs import cost, equations
 
 from .small_loops import assert_same, make_loop
@@ -126,18 +125,21 @@ def test_loops_that_are_run_again_make_residuals_alone():
     assert forward_p not in found
 
 
-def test_where_some_tangents_are_zero():
-    """Tangents that residuals alone make are not zero, in calls too."""
+def test_cotangents_that_nobody_asks_for():
+    """They are not computed, in inner loops neither."""
 
-    def linear(r, a, b):
-        inside = jax.jit(lambda r, a, b: (a * 2.0, jnp.cos(r) * b + a))
-        two_a, c = inside(r, a, b)
-        return [jnp.sin(r) * c + two_a, jnp.exp(r) * a]
+    def body(consts, carry, x):
+        step = lambda h: jnp.sin(h * consts[0])
+        return [loopkit.fori_loop(0, 3, lambda _, h: step(h), carry[0])], []
 
-    tangents = _jax.trace_closed(linear, [_jax.ShapedArray((), jnp.dtype("float64"))] * 3, "linear")
-    of_b = _where_it_flows(tangents, 1, [False, True])
-    got = jax.jit(_jax.call_jaxpr(of_b))(0.3, 0.7)
-    assert_same(got, [np.sin(0.3) * np.cos(0.3) * 0.7, 0.0])
+    loop, _ = make_loop(body, [0.7], [0.3], length=4, checkpoints="all")
+    both, one = (forward_activity(loop, Operands([], [a], [True], [])) for a in (True, False))
+    how = reversal(loop, both, one)
+    (eqn,) = (e for e in _jax.open_jaxpr(how.backward).eqns if e.primitive is pullback_p)
+    assert len(eqn.outvars) == 1
+    given = jax.jit(_jax.call_jaxpr(how.forward))(0.7, 0.3)[1:]
+    found = jax.jit(_jax.call_jaxpr(how.backward))(0.7, *given, 1.0)
+    assert_same(found, [jax.grad(lambda h: body([0.7], [h], [])[0][0])(0.3)])
 
 
 def of_lanes(**settings):

@@ -25,11 +25,8 @@ from loopkit import _jax
 from loopkit._engine.derivative.linearised import Linearised, Variant, linearised
 from loopkit._engine.facts.write_sites import with_fresh_writes, writes_once
 from loopkit._engine.lanes.batched_loop import in_row, places_at
-from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
-from loopkit._engine.primitives import READS
 from loopkit._jaxprs import equations
-from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.min_cut import Cut, Residuals
 from loopkit._jaxprs.slice_cotangents import passed_on
 
@@ -138,12 +135,13 @@ def _cut(whole: Linearised, price: float) -> Split:
             there = dict(zip(known, given, strict=True))
             residuals = _behind_a_barrier(whole.residuals, cut, there)
             transpose = jax.linear_transpose(
-                lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *flowing
+                lambda *moving: passed_on(linear, residuals, moving, sum(live.consts)), *moving
             )
             return list(transpose([*so_far, *cts]))
 
-        linear, flowing = _linear_part(tangents, active, live)
-        before = len(linear.in_avals) - sum(live.carry) - sum(live.xs)
+        # Tangents of other inputs are linear, too: a loop in which they are known could not run.
+        linear, moving = _linear_part(tangents, active, live)
+        before = len(linear.in_avals) - len(moving) + sum(live.consts)
         numbers = enumerate(i for i, has in enumerate(live.carry) if has)
         once = [(before + k, k) for k, i in numbers if unused_init[i] and writes_once(loop, i)]
         linear = with_fresh_writes(linear, once)
@@ -156,7 +154,9 @@ def _cut(whole: Linearised, price: float) -> Split:
             *(t.to_tangent_aval() for t in kept(loop.const_types, live.consts)),
             *(t.to_tangent_aval() for t in kept(body.out_avals, live.outputs)),
         ]
-        return _jax.trace_closed(backward, types, "loop_step_transpose")
+        back = _jax.trace_closed(backward, types, "loop_step_transpose")
+        asked = [k < sum(live.inputs) for k in range(len(moving))]
+        return back if all(asked) else _jax.dce(back, asked, [True] * len(types))[0]
 
     hoisting = _jax.used_inputs(hoist, [True] * len(cut.hoisted))
     given = [v in cut.given for v in (*inputs[:c], *inputs[slices:])]
@@ -180,67 +180,18 @@ def _behind_a_barrier(residuals: Residuals, cut: Cut, values: dict) -> list:
 
 
 def _linear_part(tangents: _jax.Jaxpr, active: Active, live: Active) -> tuple[_jax.Jaxpr, list]:
-    """Return (residuals, tangents of live inputs) -> tangents of live outputs, and their types.
+    """Return (residuals, tangents of inputs) -> tangents of live outputs, and the inputs' types.
 
-    Equations that only reach other outputs are left out, because some may not be transposable.
+    The live inputs come first. Equations that only reach other outputs are left out, because some
+    may not be transposable.
     """
-    count = len(tangents.in_avals) - sum(active.inputs)
-    flows, types = kept(live.inputs, active.inputs), tangents.in_avals[count:]
-    inputs = [*tangents.in_avals[:count], *kept(types, flows)]
-    if not all(flows):
-        tangents = _where_it_flows(tangents, count, flows)
-    wanted = kept(live.outputs, active.outputs)
-    linear, _ = _jax.dce(tangents, wanted, [True] * len(inputs))
-    return linear, kept(types, flows)
-
-
-def _where_it_flows(tangents: _jax.Jaxpr, count: int, flows: Sequence[bool]) -> _jax.Jaxpr:
-    """Return (residuals, some tangents) -> tangents, with zeros for the other tangents.
-
-    Values that follow from the other tangents alone are zero. They are not computed, because a loop
-    that exists only to be transposed cannot run. Unused results may still read them.
-    """
-    j = _jax.open_jaxpr(tangents)
-
-    def flowing(*values: jax.Array) -> list:
-        residuals, moving = parts(values, count)
-        still = {v for v, has in zip(j.invars[count:], flows, strict=True) if not has}
-        live = set(j.invars[count:]) - still
-        types = tangents.in_avals[count:]
-        every = spread(moving, flows, list(map(_jax.zeros, types)))
-        return _flowing(j, [*residuals, *every], still, live)
-
-    types = tangents.in_avals
-    inputs = [*types[:count], *kept(types[count:], flows)]
-    return _jax.trace_closed(flowing, inputs, "loop_tangents")
-
-
-def _flowing(j: _jax.OpenJaxpr, values: Sequence[Any], still: set, live: set) -> list:
-    """Return the results of a linear jaxpr, and update the sets of zero and nonzero variables."""
-
-    def rule(eqn: _jax.Equation, ins: list) -> Any:
-        of = lambda kind: [i for i, v in enumerate(eqn.invars) if _is_in(v, kind)]
-        if equations.is_call(eqn) and of(still):
-            inside, ins = equations.called(eqn, ins)
-            within = [{inside.invars[i] for i in of(kind)} for kind in (still, live)]
-            outs = _flowing(inside, ins, *within)
-            for kind, found in zip((still, live), within, strict=True):
-                pairs = zip(eqn.outvars, inside.outvars, strict=True)
-                kind.update(o for o, v in pairs if _is_in(v, found))
-            return outs
-        linear = len(eqn.outvars) == 1 or eqn.primitive in READS
-        if of(live):
-            live.update(eqn.outvars)
-        elif of(still) and linear:
-            still.update(eqn.outvars)
-            return [_jax.zeros(v.aval) for v in eqn.outvars]
-        return _jax.bind_equation(eqn, ins)
-
-    return interpret(j, values, rule)
-
-
-def _is_in(v: _jax.Atom, kind: set) -> bool:
-    return not isinstance(v, _jax.Literal) and v in kind
+    j, flows = _jax.open_jaxpr(tangents), kept(live.inputs, active.inputs)
+    residuals, moving = parts(j.invars, len(j.invars) - len(flows))
+    moving = [*kept(moving, flows), *kept(moving, [not f for f in flows])]
+    outs = kept(j.outvars, kept(live.outputs, active.outputs))
+    info = j.debug_info.with_unknown_names()
+    linear = j.replace(invars=[*residuals, *moving], debug_info=info)
+    return _jax.with_outputs(linear, outs, [True] * len(j.invars)), [v.aval for v in moving]
 
 
 def batch_split(
