@@ -121,7 +121,10 @@ def goes_on(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> A
     return go if stop is None else go & (state.count < stop)
 
 
-def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
+def one_step(loop: Loop, operands: Operands, state: Steps, go: Any | None = None) -> Steps:
+    """Take a step; if `go` is given, it says whether the step counts."""
+    if go is not None:
+        return _step_if(go, loop, operands, state)
     row = row_of(loop, state.count) if loop.xs_count or state.ys else state.count
     x = read_rows(operands.xs, row, loop.x_axes)
     outs = _jax.call_jaxpr(loop.body)(*operands.consts, *state.carry, *x)
@@ -138,9 +141,7 @@ def one_step(loop: Loop, operands: Operands, state: Steps) -> Steps:
     return Steps(state.count + 1, carry, ys, lane_counts, state.bar)
 
 
-def guarded_step(loop: Loop, operands: Operands, stop: _jax.Whole | None, state: Steps) -> Steps:
-    """Take a step if the loop goes on, within an iteration of several steps."""
-    go = goes_on(loop, operands, state, stop)
+def _step_if(go: Any, loop: Loop, operands: Operands, state: Steps) -> Steps:
     if loop.effects or loop.shows_within:
         return lax.cond(go, lambda s: one_step(loop, operands, s), lambda s: s, state)
     held = state
@@ -199,35 +200,45 @@ def advance(loop: Loop, operands: Operands, state: Steps, stop: Any | None) -> S
     """Take steps until the predicate is false, or `stop` steps have been taken in all."""
     if loop.cond is None:
         return take(loop, operands, stop - state.count, state)
-
-    def body(s: Steps) -> Steps:
-        s = one_step(loop, operands, s)
-        for _ in range(loop.unroll - 1):
-            s = guarded_step(loop, operands, LAST_STEP if stop is None else stop, s)
-        return s
-
-    return while_it_goes_on(loop, operands, lambda s: (body(s[0]), None), (state, None), stop)[0]
+    step = lambda s, go=None: (one_step(loop, operands, s[0], go), None)
+    return while_it_goes_on(loop, operands, step, (state, None), stop)[0]
 
 
 def take(loop: Loop, operands: Operands, count: Any, state: Steps) -> Steps:
     """Take exactly `count` steps."""
-    step = lambda _, s: one_step(loop, operands, s)
-    return in_runs(loop, count, step, state, ft.partial(after_run, loop), state.bar)
+    step = lambda s: (one_step(loop, operands, s[0]), None)
+    return repeat_step(loop, count, step, (state, None))[0]
+
+
+def repeat_step(loop: Loop, count: Any, step: Callable[[Any], Any], state: Any) -> Any:
+    """Run `step(state)` so often. `state` is a pair of `Steps` and saved values."""
+    after = lambda s, count: (after_run(loop, s[0], count), s[1])
+    return in_runs(loop, count, lambda _, s: step(s), state, after, state[0].bar)
 
 
 def while_it_goes_on(
-    loop: Loop, operands: Operands, body: Callable[[Any], Any], state: Any, stop: Any | None
+    loop: Loop, operands: Operands, step: Callable[..., Any], state: Any, stop: Any | None
 ) -> Any:
-    """Run `body(state)` while the loop goes on. `state` is a pair of `Steps` and saved values."""
+    """Run `step(state, go)` while the loop goes on; `go` says if the step counts (None: yes).
+
+    `state` is a pair of `Steps` and saved values.
+    """
     another = lambda s, stop=stop: goes_on(loop, operands, s[0], stop)
+
+    def iteration(s: Any) -> Any:
+        s = step(s)
+        for _ in range(loop.unroll - 1):
+            s = step(s, another(s))
+        return s
+
     if state[0].bar is None:
-        return lax.while_loop(another, body, state)
+        return lax.while_loop(another, iteration, state)
 
     def run(s: Any) -> Any:
         begin = s[0].count
         end = begin + progress.run_length(loop)
         end = end if stop is None else jnp.minimum(end, stop)
-        steps, saved = lax.while_loop(ft.partial(another, stop=end), body, s)
+        steps, saved = lax.while_loop(ft.partial(another, stop=end), iteration, s)
         return after_run(loop, steps, steps.count - begin), saved
 
     return lax.while_loop(another, run, state)
@@ -308,14 +319,12 @@ def quotient(count: _jax.Whole, by: int) -> Any:
     return lax.div(count, jnp.int32(by)) if _jax.is_tracer(count) else count // by
 
 
-def repeat_backwards(
-    times: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1, part: int = 1
-) -> Any:
+def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """Run `body(i, state)` for i from times - 1 down to 0.
 
     The loop counts up, because compilers do not infer the length of a long loop that counts down.
     """
-    return repeat(times, lambda k, s: body(times - 1 - k, s), state, unroll, part)
+    return repeat(times, lambda k, s: body(times - 1 - k, s), state)
 
 
 def evaluate(loop: Loop, operands: Operands) -> list:

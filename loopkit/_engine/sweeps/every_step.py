@@ -20,7 +20,7 @@ from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.lowering.memory import check_room
 from loopkit._engine.sweeps import strategy
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
-from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, run_steps, write_if
+from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, write_if
 from loopkit._engine.sweeps.window import is_seen_in_parts, rows_from, run_part
 from loopkit._jaxprs.kernels import rows_at_a_time
 
@@ -51,7 +51,8 @@ class EveryResidual(Sweep):
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         if loop.cond is None:
             return record(self, loop, operands, state, self.how.plan.segment, 0, self.part)
-        return run_steps(loop, operands, recorded(self, loop, operands), state)
+        step = recorded(self, loop, operands)
+        return stepping.while_it_goes_on(loop, operands, step, state, loop.length)
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         length = 0 if _jax.for_accelerators() else self.part
@@ -83,7 +84,7 @@ def record(
     With a `length`, steps write to small arrays of that many rows, which are then copied.
     """
     if not length or _jax.for_accelerators():
-        return _record(recorded(sweep, loop, operands, first), loop, count, state)
+        return stepping.repeat_step(loop, count, recorded(sweep, loop, operands, first), state)
     how, (_, rows) = sweep.how, state
     total, types = _length_of(rows, length), _jax.stack_types(how.row_types, length)
     zero = how.products is not None and not how.plan.keeps_all  # reads rows not written
@@ -98,7 +99,7 @@ def record(
 
         def run(loop: Loop, operands: Operands, steps: stepping.Steps) -> Saving:
             step = recorded(sweep, loop, operands, steps.count - row + place.low)
-            return _record(step, loop, taken, (steps, some))
+            return stepping.repeat_step(loop, taken, step, (steps, some))
 
         if is_seen_in_parts(how, length):
             steps, some = run_part(loop, operands, first + row, length, steps, run)
@@ -112,11 +113,6 @@ def record(
 def _length_of(stacks: list, default: int) -> int:
     """Return the number of rows, or `default` if nothing is stored."""
     return stacks[0].shape[0] if stacks else default
-
-
-def _record(step: Callable, loop: Loop, count: _jax.Whole, state: Saving) -> Saving:
-    after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
-    return stepping.in_runs(loop, count, lambda _, s: step(s), state, after, state[0].bar)
 
 
 def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 0) -> Callable:
@@ -193,11 +189,11 @@ class EveryCarry(Sweep):
                 row, carry = _jax.barrier((row, steps.carry))
                 steps = steps._replace(carry=carry)
             slots = strategy.write_if(go, slots, row, steps.count)
-            if go is None:
-                return stepping.one_step(loop, operands, steps), slots
-            return stepping.guarded_step(loop, operands, loop.length, steps), slots
+            return stepping.one_step(loop, operands, steps, go), slots
 
-        return strategy.run_steps(loop, operands, step, state)
+        if loop.cond is None:
+            return stepping.repeat_step(loop, loop.length, step, state)
+        return stepping.while_it_goes_on(loop, operands, step, state, loop.length)
 
     def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
         if step.products is None:

@@ -25,7 +25,6 @@ from loopkit._engine.sweeps.strategy import (
     Sweep,
     in_parts,
     reverse_segments,
-    run_steps,
     write_if,
 )
 from loopkit._engine.sweeps.window import take_segment
@@ -91,12 +90,12 @@ class EverySegment(Sweep):
             due = due if go is None else due & go
             slots = self.save_if(due, slots, kept(steps.carry, self.how.slotted), slot)
             saved = slots, number + due.astype(jnp.int32)
-            if go is None:
-                return stepping.one_step(loop, operands, steps), saved
-            return stepping.guarded_step(loop, operands, loop.length, steps), saved
+            return stepping.one_step(loop, operands, steps, go), saved
 
         steps, slots = state
-        steps, (slots, number) = run_steps(loop, operands, step, (steps, (slots, steps.count)))
+        state = steps, (slots, steps.count)
+        done = stepping.while_it_goes_on(loop, operands, step, state, loop.length)
+        steps, (slots, number) = done
         return steps, slots, number
 
     def saved_as(self, number: _jax.Whole) -> tuple[Any, Any]:

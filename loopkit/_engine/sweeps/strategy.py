@@ -278,25 +278,6 @@ def _reverse_apart(reverse: Callable, length: int, steps: _jax.Whole, state: Bac
     )
 
 
-def run_steps(loop: Loop, operands: Operands, step: Callable, state: Any) -> Any:
-    """Run `step(state, go)` to the end of the loop; `go` says if the step counts (None: yes).
-
-    `state` is a pair: the state of the loop, and the saved values.
-    """
-    if loop.cond is None:
-        after = lambda s, count: (stepping.after_run(loop, s[0], count), s[1])
-        return stepping.in_runs(loop, loop.length, lambda _, s: step(s), state, after, state[0].bar)
-    another = lambda s: stepping.goes_on(loop, operands, s[0], loop.length)
-
-    def iteration(s: Any) -> Any:
-        s = step(s)
-        for _ in range(loop.unroll - 1):
-            s = step(s, another(s))
-        return s
-
-    return stepping.while_it_goes_on(loop, operands, iteration, state, loop.length)
-
-
 def write_if(
     go: jax.Array | None, arrays: list, values: list, row: _jax.Whole, axes: Any = 0
 ) -> list:
