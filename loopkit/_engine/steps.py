@@ -50,45 +50,35 @@ def read_slices(loop: Loop, operands: Operands, step: _jax.Whole) -> list:
     return read_rows(operands.xs, row_of(loop, step), loop.x_axes) if operands.xs else []
 
 
-def read_rows(arrays: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0) -> list:
+def read_rows(arrays: Sequence[Any], row: _jax.Whole, axes: Sequence[int] = ()) -> list:
     """Return one row of each array, moved to the device from the memory that holds it."""
     return [
         _jax.placed(
             lax.dynamic_index_in_dim(a, row, axis, keepdims=False, allow_negative_indices=False)
         )
-        for a, axis in zip(arrays, _each(axes, arrays), strict=True)
+        for a, axis in zip(arrays, axes or [0] * len(arrays), strict=True)
     ]
 
 
 def write_rows(
-    arrays: Sequence[Any], values: Sequence[Any], row: _jax.Whole, axes: Sequence[int] | int = 0
+    arrays: Sequence[Any], values: Sequence[Any], row: _jax.Whole, axes: Sequence[int] = ()
 ) -> list:
     return [
         lax.dynamic_update_index_in_dim(
             a, _jax.placed(v, jax.typeof(a)), row, axis, allow_negative_indices=False
         )
-        for a, v, axis in zip(arrays, values, _each(axes, arrays), strict=True)
+        for a, v, axis in zip(arrays, values, axes or [0] * len(arrays), strict=True)
     ]
-
-
-def _each(axes: Sequence[int] | int, arrays: Sequence[Any]) -> Sequence[int]:
-    return [axes] * len(arrays) if isinstance(axes, int) else axes
-
-
-def spread_lanes(active: Any, value: jax.Array, leading: int) -> Any:
-    """Return the mask over the lanes, reshaped to broadcast against `value`.
-
-    `leading` axes of `value` come before its lane axes.
-    """
-    shape = (1,) * leading + active.shape + (1,) * (jnp.ndim(value) - leading - active.ndim)
-    return active.reshape(shape)
 
 
 def select(active: Any, new: Sequence[Any], old: Sequence[Any], leading: int = 0) -> list:
-    """Return `new` in the active lanes, `old` in the others."""
-    return [
-        jnp.where(spread_lanes(active, n, leading), n, o) for n, o in zip(new, old, strict=True)
-    ]
+    """Return `new` in the active lanes, `old` in the others; `leading` axes precede the lanes'."""
+
+    def one(new: Any, old: Any) -> Any:
+        inner = jnp.ndim(new) - leading - active.ndim
+        return jnp.where(active.reshape((1,) * leading + active.shape + (1,) * inner), new, old)
+
+    return [one(n, o) for n, o in zip(new, old, strict=True)]
 
 
 def hold(

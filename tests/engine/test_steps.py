@@ -93,10 +93,10 @@ def test_rows():
     stack = np.arange(24.0).reshape(2, 3, 4)
     read = lambda row, **axes: steps.read_rows([stack, stack.T], row, **axes)
     assert_same(read(1), [stack[1], stack.T[1]])
-    assert_same(read(1, axes=1), [stack[:, 1], stack.T[:, 1]])
+    assert_same(read(1, axes=(1, 1)), [stack[:, 1], stack.T[:, 1]])
     assert_same(read(1, axes=(2, 0)), [stack[:, :, 1], stack.T[1]])
     new = -np.ones((2, 4))
-    for axes, arrays in ((1, [stack, stack + 1]), ((1, 0), [stack, stack.swapaxes(0, 1)])):
+    for axes, arrays in (((1, 1), [stack, stack + 1]), ((1, 0), [stack, stack.swapaxes(0, 1)])):
         written = steps.write_rows(arrays, [new, new], 2, axes)
         assert_same(steps.read_rows(written, 2, axes), [new, new])
         assert_same(steps.read_rows(written, 0, axes), steps.read_rows(arrays, 0, axes))

@@ -279,7 +279,7 @@ def _reverse_apart(reverse: Callable, length: int, steps: _jax.Whole, state: Bac
 
 
 def write_if(
-    go: jax.Array | None, arrays: list, values: list, row: _jax.Whole, axes: Any = 0
+    go: jax.Array | None, arrays: list, values: list, row: _jax.Whole, axes: Sequence[int] = ()
 ) -> list:
     """Write rows, unless `go` is false.
 
