@@ -10,8 +10,8 @@ from jax.experimental import io_callback
 
 import loopkit
 from derivatives import assert_close
-from loopkit._engine.derivative import rerun
-from loopkit._engine.derivative.rerun import FEW_STEPS, ROOM
+from loopkit._engine.derivative import linearised
+from loopkit._engine.derivative.linearised import FEW_STEPS, ROOM
 
 ROWS = ROOM // 8 + 1
 X = jnp.asarray([0.4, 0.9])
@@ -136,7 +136,7 @@ def test_steps_are_kept_where_only_inner_loops_are_run_again():
 
 def test_few_steps(monkeypatch):
     """Up to which they are kept, whatever room they take."""
-    monkeypatch.setattr(rerun, "ROOM", 0)
+    monkeypatch.setattr(linearised, "ROOM", 0)
     start = lambda y, x: y * 1.25  # no loop that is known already
     assert row_bytes(bound=FEW_STEPS, start=start) >= 8 * FEW_STEPS
     assert row_bytes(bound=FEW_STEPS + 1, start=start) < 100

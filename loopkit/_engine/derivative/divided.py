@@ -1,4 +1,7 @@
-"""Run a program in stretches, some of which run again when they are reversed.
+"""Cut a program into blocks, and run it in stretches of these, some of which run again.
+
+A block is a few consecutive equations. A loop, or an equation that must not run again, is a block
+of its own. Elsewhere, blocks end where few bytes go from one to the next.
 
 A stretch that runs again is put under `jax.checkpoint`, which every transformation of JAX supports.
 If an array is read slice by slice, as in an unrolled loop, its cotangent is added up in place.
@@ -7,7 +10,7 @@ If an array is read slice by slice, as in an unrolled loop, its cotangent is add
 from __future__ import annotations
 
 import itertools as it
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,20 +20,88 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from loopkit import _jax
-from loopkit._engine.derivative.blocks import Blocks, blocks_of
-from loopkit._engine.derivative.timeline import Met
+from loopkit._engine.derivative.timeline import Met, met_in
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import planned_for
 from loopkit._jaxprs.dataflow import interpret
+from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._jaxprs.slice_cotangents import as_read, read_in_slices
 from loopkit._plans.stretches import Division, Stretch
 
+BLOCKS = 48
+"""The approximate number of blocks in a program."""
 STORED = "loopkit: stored"
 """The name of a value that a stretch stores although it runs again."""
 COMPLEX = "complex64", "complex128"
 """Types of values that JAX cannot save by name."""
 POLICY = jax.checkpoint_policies.save_only_these_names(STORED)
 """The policy of all stretches that run again."""
+
+
+class Blocks(NamedTuple):
+    """A program cut into blocks."""
+
+    body: _jax.OpenJaxpr
+    """The program with calls of jitted functions inlined."""
+    last: Mapping[_jax.Var, int]
+    """The index of the last equation that reads each variable."""
+    cuts: Sequence[int]
+    """The index of the first equation of each block, then the number of equations."""
+
+    def ends(self, start: int, stop: int) -> tuple[list, list]:
+        """Return what the equations from `start` up to, not including, `stop` read from others, and
+        what later equations or the results read from them."""
+        eqns, results = self.body.eqns[start:stop], set(_jax.variables(self.body.outvars))
+        made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+        reads = dict.fromkeys(v for eqn in eqns for v in equations.variables(eqn) if v not in made)
+        return list(reads), [v for v in made if self.last.get(v, -1) >= stop or v in results]
+
+
+def blocks_of(jaxpr: _jax.Jaxpr) -> Blocks:
+    """Cut a program into blocks."""
+    body = _jax.open_jaxpr(equations.inlined(jaxpr))
+    last = {v: k for k, eqn in enumerate(body.eqns) for v in equations.variables(eqn)}
+    return Blocks(body, last, [*_starts(body, last), len(body.eqns)])
+
+
+def stays(eqn: _jax.Equation) -> bool:
+    """Return whether an equation must not run again with its block; a loop follows its own plan."""
+    return not is_repeatable(eqn) or any(True for _ in met_in(eqn, primal=True))
+
+
+def _starts(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int]) -> Iterator[int]:
+    """Yield where blocks start: in each window of equal bytes, where the fewest bytes cross."""
+    made = [_jax.byte_count(*(v.aval for v in eqn.outvars)) for eqn in body.eqns]
+    crossing, window = _crossing(body, last, made), sum(made) / BLOCKS
+    alone = list(map(stays, body.eqns))
+    best, filled = None, 0
+    yield 0
+    for k in range(1, len(body.eqns)):
+        filled += made[k - 1]
+        if alone[k] or alone[k - 1]:
+            yield k
+            best, filled = None, 0
+            continue
+        if best is None or crossing[k] <= crossing[best]:
+            best = k
+        if filled >= window:
+            yield best
+            best, filled = None, 0
+
+
+def _crossing(body: _jax.OpenJaxpr, last: Mapping[_jax.Var, int], made: Sequence[int]) -> list[int]:
+    """Return, for each equation, the bytes of earlier values that it or a later one reads."""
+    changes = [0] * (len(made) + 2)
+    for k, eqn in enumerate(body.eqns):
+        for v in eqn.outvars:
+            if v in last:
+                changes[k + 1] += _jax.byte_count(v.aval)
+                changes[last[v] + 1] -= _jax.byte_count(v.aval)
+    found, live = [], 0
+    for change in changes:
+        live += change
+        found.append(live)
+    return found
 
 
 class Divided(NamedTuple):

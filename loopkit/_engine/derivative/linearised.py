@@ -2,6 +2,11 @@
 
 `jax.linearize` of the body is traced once. Unless a step is too long for a cut, calls of jitted
 functions are inlined, so that the cut sees what is inside them.
+
+An inner loop that may stop early has residuals for as many steps as its bound, and most of them are
+never written. If each outer step kept them, the outer loop would need memory for the bound instead
+of the steps taken. So if the outer loop keeps every step's residuals, such an inner loop runs again
+in the backward pass, from its operands.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._engine.derivative import rerun
 from loopkit._engine.facts.bounds import find_counters
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import to_transpose
+from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.min_cut import LARGEST_GRAPH, Residuals
+from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._plans.budget import Policy, policy_of
 from loopkit._plans.planner import CHECKPOINT_BYTES
 
@@ -36,7 +43,7 @@ class Linearised:
     tangents: _jax.Jaxpr
     """(residuals, tangents of active inputs) -> tangents of active outputs"""
     holds_wide: bool
-    """Whether the step has wide inner loops (`rerun.py`) and keeps their residuals."""
+    """Whether the step has wide inner loops and keeps their residuals."""
 
     @property
     def carry(self) -> list[_jax.Var]:
@@ -53,6 +60,11 @@ SMALLEST_ROW = 1 << 12
 """The residual bytes of a step up to which a loop keeps all or none, if making them is fast."""
 LONG_FOR_A_BYTE = 20.0
 """The nanoseconds per byte above which loopkit chooses among residuals, however few they are."""
+
+ROOM = 1024
+"""The bytes of an inner loop's residuals up to which each step of the outer loop keeps them."""
+FEW_STEPS = 16
+"""The bound of an inner loop up to which outer steps keep its residuals: few go unused."""
 
 
 def has_frontier(loop: Loop, row_bytes: int, nanoseconds: float) -> bool:
@@ -92,9 +104,9 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     n, c, again = len(loop.body.out_avals), loop.const_count, variant == "inner loops again"
     body = equations.inlined(loop.body, equations.is_remat) if variant == "opened" else loop.body
     whole, tree = _linearised(body, active)
-    wide = rerun.found(loop, whole)
+    wide = wide_loops(loop, whole)
     if wide and again:
-        whole = rerun.apart(loop, whole)
+        whole = _run_twice(wide, whole)
     tangents, used = _tangents(loop, tree, whole.out_avals[n:], active)
     outs = _jax.open_jaxpr(whole).outvars
     keep = [True] * len(whole.in_avals)
@@ -104,7 +116,7 @@ def _linearise(loop: Loop, active: Active, variant: Variant) -> Linearised:
     if len(_jax.open_jaxpr(spelled_out).eqns) <= LARGEST_GRAPH:
         whole = spelled_out
     free = [by is not None for by in find_counters(loop)]
-    remade = rerun.found(loop, whole) if again else set()
+    remade = wide_loops(loop, whole) if again else set()
     if policy is not None:
         _check_policy(loop, policy, whole, saves_all)
     slices = c + loop.carry_count
@@ -156,3 +168,62 @@ def _tangents(
     keep = [*[False] * len(residual_types), *moving]
     linear, used = _jax.dce(linear, [True] * len(linear.out_avals), keep)
     return linear, used[: len(residual_types)]
+
+
+def _run_twice(wide: set[int], step: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a step that runs each wide inner loop twice: for its results, and for its residuals.
+
+    The second run gets zeros for operands on which no residual depends.
+    """
+    j = _jax.open_jaxpr(step)
+
+    def rule(eqn: _jax.Equation, ins: list) -> list:
+        outs = list(_jax.bind_equation(eqn, ins))
+        if id(eqn) not in wide:
+            return outs
+        fewer = [v if n else _jax.zeros(u.aval) for v, u, n in _operands(eqn, ins)]
+        results = _result_count(eqn)
+        return [*outs[:results], *list(_jax.bind_equation(eqn, fewer))[results:]]
+
+    run = lambda *values: interpret(j, values, rule)
+    return _jax.trace_closed(run, step.in_avals, "loop_step")
+
+
+def wide_loops(loop: Loop, step: _jax.Jaxpr) -> set[int]:
+    """Return the ids of the equations of wide inner loops in a step of the loop."""
+    if loop.holds_custom_vjp:  # the next derivative is that of the backward code
+        return set()
+    j = _jax.open_jaxpr(step)
+    inputs = j.invars[: loop.const_count], j.invars[loop.const_count + loop.carry_count :]
+    given = equations.following_from(j, (v for some in inputs for v in some))
+    read = {v for eqn in j.eqns for v in equations.variables(eqn)}
+    read.update(_jax.variables(j.outvars))
+    return {id(eqn) for eqn in j.eqns if _is_wide(eqn, given, read)}
+
+
+def _is_wide(eqn: _jax.Equation, given: set, read: set) -> bool:
+    """Return whether a loop's residuals need more memory than the operands they follow from."""
+    if eqn.primitive is not forward_p or not is_repeatable(eqn):
+        return False
+    loop = eqn.params["loop"]
+    residuals = (v for v in eqn.outvars[_result_count(eqn) :] if v in read)
+    room = _jax.byte_count(*(v.aval for v in residuals))
+    takes_few = loop.cond is None or (loop.length is not None and loop.length <= FEW_STEPS)
+    if takes_few or room <= ROOM:
+        return False
+    operands = {
+        u for _, u, n in _operands(eqn, eqn.invars) if n and not isinstance(u, _jax.Literal)
+    }
+    return _jax.byte_count(*(u.aval for u in operands - given)) < room
+
+
+def _operands(eqn: _jax.Equation, values: Any) -> zip:
+    """Return each operand with its variable, and whether residuals depend on it."""
+    used = [i >= _result_count(eqn) for i in range(len(eqn.outvars))]
+    with_few = PARTIAL_EVAL_RULES[forward_p](used, **eqn.params)
+    needed = [True] * len(eqn.invars) if with_few is None else with_few[0]
+    return zip(values, eqn.invars, needed, strict=True)
+
+
+def _result_count(eqn: _jax.Equation) -> int:
+    return eqn.params["loop"].primal_counts[1]

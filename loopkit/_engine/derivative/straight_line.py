@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from loopkit import _jax
-from loopkit._engine.derivative.blocks import blocks_of, stays
-from loopkit._engine.derivative.divided import Divided
+from loopkit._engine.derivative.divided import Divided, blocks_of, stays
 from loopkit._engine.derivative.linearised import Linearised, linearised
 from loopkit._engine.derivative.reversal import asked
 from loopkit._engine.derivative.timeline import (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from loopkit import _jax
 from loopkit._engine.derivative.pieces import Reversal
-from loopkit._engine.sweeps.every_step import EveryCarry, EveryResidual
+from loopkit._engine.sweeps.every_step import EveryCarry, EveryResidual, LastSegments
 from loopkit._engine.sweeps.in_segments import InSegments
-from loopkit._engine.sweeps.last_segments import LastSegments
 from loopkit._engine.sweeps.segments import EverySegment, Scheduled
 from loopkit._engine.sweeps.strategy import Sweep
 

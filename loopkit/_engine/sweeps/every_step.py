@@ -1,6 +1,9 @@
-"""Sweeps that save the residuals or the carry of every step.
+"""Sweeps that save the residuals of every step or of the last ones, or the carry of every step.
 
-From residuals, the backward sweep recomputes nothing. From carries, each step runs once more.
+From residuals, the backward sweep recomputes nothing. From carries, each step runs once more. If
+only the last segments leave residuals, each earlier one leaves a carry: the backward sweep copies
+out and reverses the stored rows, one segment at a time. Then the memory of the copy holds the rows
+of each segment that runs again.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.loop import Loop, Operands, kept, parts
 from loopkit._engine.lowering.memory import check_room
 from loopkit._engine.sweeps import strategy
+from loopkit._engine.sweeps.segments import EverySegment
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.strategy import Backward, Saving, Sweep, write_if
-from loopkit._engine.sweeps.window import is_seen_in_parts, rows_from, run_part
-from loopkit._jaxprs.kernels import rows_at_a_time
+from loopkit._engine.sweeps.window import is_seen_in_parts, rows_from, run_part, take_segment
+from loopkit._jaxprs.kernels import ONE_THREAD, rows_at_a_time
 
 
 class EveryResidual(Sweep):
@@ -40,7 +44,7 @@ class EveryResidual(Sweep):
         return self.stacked(self.how.row_types, self.how.plan.segment)
 
     def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
-        return row_axes(self.how, batched)
+        return _row_axes(self.how, batched)
 
     def blank_stacks(self, after: Any = 0) -> list:
         how = self.how
@@ -50,7 +54,7 @@ class EveryResidual(Sweep):
 
     def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
         if loop.cond is None:
-            return record(self, loop, operands, state, self.how.plan.segment, 0, self.part)
+            return _record(self, loop, operands, state, self.how.plan.segment, 0, self.part)
         step = recorded(self, loop, operands)
         return stepping.while_it_goes_on(loop, operands, step, state, loop.length)
 
@@ -59,18 +63,18 @@ class EveryResidual(Sweep):
         length = self.how.plan.summed if step.products else length
         if not length:
             return super().reverse(step, steps, s)
-        reverse_one = stored_reversal(step, s.stacks, length)
+        reverse_one = _stored_reversal(step, s.stacks, length)
         types = _jax.stack_types(self.how.row_types, length)
         rows = [_jax.blank(t, step.after) for t in types]
         return strategy.reverse_segments(reverse_one, length, steps, s._replace(rows=rows)).cts
 
 
-def row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
+def _row_axes(how: Reversal, batched: Reversal) -> list[int | None]:
     """Return the axis that the batched loop adds to each stack of rows."""
     return [1 if f else None for f in how.drop_counters(batched.split.stored_batched)]
 
 
-def record(
+def _record(
     sweep: Sweep,
     loop: Loop,
     operands: Operands,
@@ -115,7 +119,7 @@ def _length_of(stacks: list, default: int) -> int:
     return stacks[0].shape[0] if stacks else default
 
 
-def stored_reversal(step: StepReversal, stored: list, length: int, first: int = 0) -> Callable:
+def _stored_reversal(step: StepReversal, stored: list, length: int, first: int = 0) -> Callable:
     """Return a function that reverses up to `length` steps, whose rows it copies out first.
 
     Each part sums its deferred products once.
@@ -211,3 +215,50 @@ class EveryCarry(Sweep):
 
         # Each segment sums its products once.
         return strategy.reverse_segments(reverse_one, length, steps, s).cts
+
+
+class LastSegments(EverySegment):
+    @property
+    def stack_types(self) -> list[_jax.ShapedArray]:
+        plan, rows = self.how.plan, self.how.plan.keeps_last * self.how.plan.segment
+        slots = (_jax.stack_type(t, plan.rows) for t in self.how.slot_types)
+        return [*slots, *(_jax.stack_type(t, rows) for t in self.how.row_types)]
+
+    def stack_axes(self, batched: Reversal, carry: Sequence[int | None]) -> list[int | None]:
+        return [*super().stack_axes(batched, carry), *_row_axes(self.how, batched)]
+
+    def blank_stacks(self, after: Any = 0) -> list:
+        # Deferred products read whole segments, including steps not taken.
+        zero = self.how.products is not None and (self.how.plan.bound or 0) % self.how.plan.segment
+        if not zero:
+            return super().blank_stacks(after)
+        return [_jax.zeros_after(t, after) for t in self.stack_types]
+
+    def leaving(self, values: list[Any], number: _jax.Whole) -> list[Any]:
+        return values  # nothing is on the host
+
+    def run(self, loop: Loop, operands: Operands, state: Saving) -> Saving:
+        how, plan = self.how, self.how.plan
+        steps, stacks = state
+        slots, rows = parts(stacks, sum(how.slotted))
+
+        def save_and_run(segment: _jax.Whole, s: Saving) -> Saving:
+            steps, slots = s
+            slots = self.save(slots, kept(steps.carry, how.slotted), segment)
+            first = segment * plan.segment
+            return take_segment(how, loop, operands, first, plan.segment, steps), slots
+
+        steps, slots = stepping.repeat(plan.rerun // plan.segment, save_and_run, (steps, slots))
+        small = plan.segment * max(map(_jax.byte_count, how.row_types), default=0) <= ONE_THREAD
+        length = plan.segment if small and plan.step.pooled else 0
+        last = (plan.bound or 0) - plan.rerun
+        steps, rows = _record(self, loop, operands, (steps, rows), last, plan.rerun, length)
+        return steps, [*slots, *rows]
+
+    def reverse(self, step: StepReversal, steps: _jax.Whole, s: Backward) -> Cotangents:
+        first, length = self.how.plan.rerun, self.how.plan.segment
+        slots, rows = parts(s.stacks, sum(self.how.slotted))
+        s = s._replace(stacks=slots, rows=self.rows(step), ahead=[])
+        reverse_stored = _stored_reversal(step, rows, length, first)
+        s = strategy.reverse_segments(reverse_stored, length, steps - first, s)
+        return strategy.reverse_segments(self.reversal(step), length, first, s).cts
