@@ -15,6 +15,7 @@ from loopkit._engine.derivative.reversal import can_replay, covers, reversal
 from loopkit._engine.facts.activity import forward_activity
 from loopkit._engine.loop import Active, Operands
 from loopkit._engine.primitives import evaluated_p, forward_p, pullback_p
+from loopkit._engine.sweeps.step import StepReversal
 from loopkit._jaxprs import cost, equations
 
 from .small_loops import assert_same, make_loop
@@ -165,7 +166,7 @@ def test_lanes_that_have_stopped_stay_as_they_are():
         h, n = carries[-1]
         on = k < steps
         carries.append([np.where(on, np.sin(h * n) + x, h), np.where(on, n + 1, n)])
-    again = how.advance(given, steps, list(map(jnp.asarray, carries[1])), 1, 4)
+    again = StepReversal(how, given, steps, None).advance(list(map(jnp.asarray, carries[1])), 1, 4)
     assert_same(again, carries[5])
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import or_
 from typing import Any
 
-import jax
-
 from loopkit import _jax
 from loopkit._engine.derivative.deferred_products import Products, put_off
 from loopkit._engine.derivative.split import Split
 from loopkit._engine.derivative.write_log import Undo
-from loopkit._engine.facts.bounds import Counters, at_step
+from loopkit._engine.facts.bounds import Counters
 from loopkit._engine.facts.write_sites import holds_write
 from loopkit._engine.leaves import spread
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import Pruned, prune, to_run
-from loopkit._engine.steps import hold, read_slices, repeat
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.dataflow import fixed_point
 from loopkit._plans.plan import Plan
@@ -201,10 +198,6 @@ class Reversal:
         """Return the saved leaves before a step; `counts` has the counters."""
         return kept(spread(buffers, self.undone, spread(slot, self.slotted, counts)), self.saved)
 
-    def counts(self, operands: Operands, step: _jax.Whole, taken: jax.Array) -> list:
-        """Return the counters before a step, and None for the other carry leaves."""
-        return at_step(self.loop, operands.init, self.counters, step, taken)
-
     def drop_counters(self, residuals: Sequence[Any]) -> list:
         """Return the stored residuals of a step: all but the counters."""
         return kept(residuals, [i is None for i in self.counted_rows])
@@ -232,29 +225,6 @@ class Reversal:
         decide = [] if self.loop.cond is None else self.loop.cond.out_avals
         types = self.drop_counters(self.split.stored_types)
         return [_jax.type_like(t, decide) for t in types]  # they vary as the predicate does
-
-    def advance(
-        self,
-        operands: Operands,
-        steps: Any,
-        carry: list,
-        first: Any,
-        times: Any,
-        slices: Callable[[Any], list] | None = None,
-    ) -> list:
-        """Return the saved leaves `times` steps after step `first`; lanes take `steps` in all.
-
-        `slices(step)` returns the slices of xs, if the operands do not hold all of them.
-        """
-
-        def step(k: _jax.Whole, carry: list) -> list:
-            x = slices(first + k) if slices else read_slices(self.loop, operands, first + k)
-            new = _jax.call_jaxpr(self.step)(*operands.consts, *carry, *x)
-            if not self.loop.lanes:
-                return new
-            return hold(first + k < steps, new, carry, kept(self.loop.is_buffer, self.saved))
-
-        return repeat(times, step, carry, self.loop.unroll)
 
 
 def build(

@@ -130,7 +130,7 @@ class InSegments(Scheduled):
         start, place = how.split_saved(carry)[0], self.layout_plan.rows - how.plan.segment
 
         def again(k: _jax.Whole, state: tuple[list, list]) -> tuple[list, list]:
-            carry = how.advance(step.operands, step.taken, state[0], first + k, 1)
+            carry = step.advance(state[0], first + k, 1)
             return carry, write_rows(state[1], how.split_saved(carry)[0], place + k + 1)
 
         def row(k: _jax.Whole) -> list:

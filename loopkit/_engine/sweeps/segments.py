@@ -183,8 +183,7 @@ class EverySegment(Sweep):
         """Return the carry before step `first`, from a slot and the buffers at step `end`."""
         held = [*s.ahead] or self.load(step.operands, s.stacks, slot)
         before = step.rewind(first, end - first, s.buffers)
-        counts = self.how.counts(step.operands, first, step.taken)
-        return self.how.merge_saved(counts, held, before)
+        return self.how.merge_saved(step.counters(first), held, before)
 
     def save(self, slots: list, carry: list[Any], slot: _jax.Whole) -> list:
         """Return the slots, with `carry` written to one of them.
@@ -340,4 +339,4 @@ class Scheduled(EverySegment):
     ) -> list:
         """Advance `run` segments from the carry at the start of `segment`."""
         length = self.how.plan.segment
-        return self.how.advance(step.operands, step.taken, carry, segment * length, run * length)
+        return step.advance(carry, segment * length, run * length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +13,11 @@ from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine.derivative.deferred_products import Products
 from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.facts.bounds import at_step
 from loopkit._engine.lanes.safe_inputs import EveryInput, SafeInputs
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.steps import in_runs, read_rows, repeat, row_of, write_rows
+from loopkit._engine.steps import hold, in_runs, read_rows, repeat, row_of, write_rows
 from loopkit._engine.sweeps.window import Window
 from loopkit._jaxprs.products import with_merged_axes
 
@@ -134,18 +134,36 @@ class StepReversal:
         loop, undo = self.how.loop, self.how.undo
         if undo is None:
             return buffers
-        counts = ft.partial(self.how.counts, self.operands, taken=self.taken)
-        return undo.rewound(loop, self.operands.init, self.log, counts, first, count, buffers)
+        init, log = self.operands.init, self.log
+        return undo.rewound(loop, init, log, self.counters, first, count, buffers)
 
     def running(self, step: _jax.Whole) -> Any:
         """Return a mask of the lanes that take a step; None without lanes."""
         return step < self.taken if self.how.loop.lanes else None
 
+    def counters(self, step: _jax.Whole) -> list:
+        """Return the counters before a step, and None for the other carry leaves."""
+        how = self.how
+        return at_step(how.loop, self.operands.init, how.counters, step, self.taken)
+
     def counts(self, step: _jax.Whole) -> list:
         """Return the counters before a step; stopped lanes get those of a step that they took."""
-        counts = self.how.counts(self.operands, step, self.taken)
+        counts = self.counters(step)
         values = self.safe.carries(self.running(step), kept(counts, self.how.saved))
         return spread(values, self.how.saved, counts)
+
+    def advance(self, carry: list, first: _jax.Whole, times: _jax.Whole) -> list:
+        """Return the saved leaves `times` steps after step `first`."""
+        how, loop = self.how, self.how.loop
+
+        def step(k: _jax.Whole, carry: list) -> list:
+            x = self.slices(first + k)
+            new = _jax.call_jaxpr(how.step)(*self.operands.consts, *carry, *x)
+            if not loop.lanes:
+                return new
+            return hold(first + k < self.taken, new, carry, kept(loop.is_buffer, how.saved))
+
+        return repeat(times, step, carry, loop.unroll)
 
     def replay(
         self, first: _jax.Whole, count: _jax.Whole, carry: list, rows: list, within: bool = True
@@ -161,7 +179,7 @@ class StepReversal:
             rows = write_rows(rows, how.split_saved(carry)[0], 0)
 
             def step(k: _jax.Whole, s: tuple[list, list]) -> tuple[list, list]:
-                carry = how.advance(self.operands, self.taken, s[0], first + k, 1, self.slices)
+                carry = self.advance(s[0], first + k, 1)
                 return carry, write_rows(s[1], how.split_saved(carry)[0], k + 1)
 
             return repeat(count - 1, step, (carry, rows), how.loop.unroll)
@@ -254,7 +272,7 @@ class StepReversal:
                 row = how.restore_counters(row, self.counts(first + k))
                 return self.reverse(first + k, row, cts, k), [], following
             buffers = self.rewind(first + k, 1, buffers)
-            carry = how.merge_saved(how.counts(self.operands, first + k, self.taken), row, buffers)
+            carry = how.merge_saved(self.counters(first + k), row, buffers)
             return *self.reverse_carry(first + k, carry, cts, k), following
 
         how = self.how

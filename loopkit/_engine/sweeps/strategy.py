@@ -250,10 +250,7 @@ def reverse_segments(
         count = length if even else jnp.minimum(steps - first, length)
         return reverse(first, count, s)._replace(segment=s.segment - 1)
 
-    if known:
-        last = -(-steps // length) - 1
-    else:  # traced steps are never negative, and need no code for signs
-        last = lax.div(steps + (length - 1), jnp.int32(length)) - 1
+    last = stepping.quotient(steps + (length - 1), length) - 1
     state = state._replace(segment=jnp.asarray(last, jnp.int32))
     if known:
         return stepping.repeat(last + 1, lambda _, s: reverse_one(s), state)
