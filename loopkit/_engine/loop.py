@@ -96,14 +96,6 @@ class Loop:
             self.step_memory[key] = make()
         return self.step_memory[key]
 
-    def remember(self, key: Hashable, value: Any) -> None:
-        """Set the value that `derived` returns for the key."""
-        self.memory[key] = value
-
-    def remember_of_step(self, key: Hashable, value: Any) -> None:
-        """Set the value that `derived_of_step` returns for the key."""
-        self.step_memory[key] = value
-
     def replace(self, **changes: Any) -> Loop:
         """Return a copy of the loop with other fields, and nothing cached."""
         return replace(self, **{"memory": {}, "step_memory": {}, **changes})
@@ -237,6 +229,11 @@ class Loop:
     def shows(self) -> bool:
         """Whether the loop, or one in it, shows its progress."""
         return self.progress is not None or self.shows_within
+
+    @property
+    def shows_forward(self) -> bool:
+        """Whether the loop shows the steps that it takes forward."""
+        return self.progress is not None and self.progress.forward
 
     def unshown(self, backward: bool = True) -> Loop:
         """Return the loop, and those in it, without forward bars; if `backward`, with none."""

@@ -7,7 +7,6 @@ about five times a second, however long a step takes.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -50,7 +49,7 @@ no_lanes: Done = lambda: jnp.int32(0)
 
 
 @dataclass(frozen=True)
-class Call(abc.ABC):
+class Call:
     """A call to the host."""
 
     progress: ProgressSettings
@@ -63,41 +62,31 @@ class Call(abc.ABC):
         lanes = _jax.volume(loop.lanes) if loop.lanes and not backward else 0
         return cls(loop.progress, backward, lanes)
 
-    @property
-    def weight(self) -> int:
-        return self.progress.weight
-
-    @abc.abstractmethod
-    def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]: ...
-
 
 class Opening(Call):
     def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         if device:
             return open_bars.SILENT, open_bars.NOT_YET
-        total = values[0] * self.weight if values[0] >= 0 and self.weight else None
+        total = (
+            values[0] * self.progress.weight if values[0] >= 0 and self.progress.weight else None
+        )
         given = self.progress, total, self.backward, self.lanes, site
-        return open_bars.opened(*given), 1 if self.weight else open_bars.NOT_YET
+        return open_bars.opened(*given), 1 if self.progress.weight else open_bars.NOT_YET
 
 
 class Update(Call):
     def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         number, steps, done = values
-        due = open_bars.updated(number, steps * self.weight, done, self.lanes)
-        return (max(1, due // max(1, self.weight)),)
+        due = open_bars.updated(number, steps * self.progress.weight, done, self.lanes)
+        return (max(1, due // max(1, self.progress.weight)),)
 
 
 class Closing(Call):
     def __call__(self, site: object, device: int, *values: int) -> tuple[int, ...]:
         number, steps, _ = values
-        open_bars.updated(number, steps * self.weight)
+        open_bars.updated(number, steps * self.progress.weight)
         open_bars.closed(number, self.progress, self.backward)
         return (0,)
-
-
-def is_shown(loop: Loop) -> bool:
-    """Return whether the loop has a bar for the steps that it takes forward."""
-    return loop.progress is not None and loop.progress.forward
 
 
 def opened(

@@ -158,8 +158,7 @@ def start(loop: Loop, operands: Operands) -> Steps:
     decides = [] if loop.cond is None else loop.cond.out_avals
     count, carry = _jax.vary_like(jnp.int32(0), decides), first_carry(loop, operands)
     lane_counts = count + _jax.zeros(decides[0]).astype(jnp.int32) if loop.lanes else None
-    shown = progress.is_shown(loop)
-    bar = progress.opened(loop, loop.length, count, operands.flat) if shown else None
+    bar = progress.opened(loop, loop.length, count, operands.flat) if loop.shows_forward else None
     made = _jax.written if loop.cond is None else _jax.zeros_after
     after = _jax.moment(operands.flat) if loop.ys_types else 0
     return Steps(count, carry, [made(t, after) for t in loop.ys_types], lane_counts, bar)
@@ -320,7 +319,7 @@ def repeat_backwards(times: Any, body: Callable[[Any, Any], Any], state: Any) ->
 def evaluate(loop: Loop, operands: Operands) -> list:
     """Return the results of the loop: the final carry, then the ys."""
     every = loop.cond is None and loop.length != 0
-    if every and not progress.is_shown(loop) and not any((*loop.x_axes, *loop.y_axes)):
+    if every and not loop.shows_forward and not any((*loop.x_axes, *loop.y_axes)):
         return scan(loop, operands)
     state = start(loop, operands)
     if every and state.bar is not None:

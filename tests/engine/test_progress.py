@@ -47,7 +47,7 @@ def test_what_shows_something():
     loops = silent, shown, around(silent), around(shown), around(around(shown))
     assert [loop.shows for loop in loops] == [False, True, False, True, True]
     assert [loop.shows_within for loop in loops] == [False, False, False, True, True]
-    assert [progress.is_shown(loop) for loop in loops] == [False, True, False, False, False]
+    assert [loop.shows_forward for loop in loops] == [False, True, False, False, False]
     both = around(shown).replace(progress=SHOWN)
     assert (both.shows, both.shows_within) == (True, True)
 

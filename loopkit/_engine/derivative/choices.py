@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -116,7 +117,7 @@ def _choices(loop: Loop, active: Active, budget: Bytes) -> list[Choice]:
         return [_choice(plan, states[0], None)]
     found = []
     for state in states:
-        made = _with_counts(loop, state)
+        made = loop.map_jaxprs(partial(settled, state=state))
         with asked():
             steps = step_costs(made, active)
         for step in steps:
@@ -140,17 +141,15 @@ def _choice(plan: Plan, step: State, number: Any) -> Choice:
     return Choice(saved, working, time, host + step.host, counts)
 
 
-def _with_counts(loop: Loop, state: State) -> Loop:
-    """Return the loop with the budgets of a state for the loops in its step."""
+def settled(numbered: _jax.Jaxpr, state: State, made: Callable = lambda loop: loop) -> _jax.Jaxpr:
+    """Return a program with the budgets of a state for its loops."""
     counts = {count.number: count for count in state.counts}
-    if not counts:
-        return loop
 
-    def with_count(eqn: _jax.Equation) -> Any:
+    def with_its_part(eqn: _jax.Equation) -> Any:
         part = getattr(eqn.params.get("loop"), "checkpoints", None)
-        if not isinstance(part, Part) or part.number not in counts:
+        if not isinstance(part, Part) or not part.number:
             return eqn
-        _, device, host = counts[part.number]
-        return with_budget(eqn, replace(part, count=device, host=host, number=None))
+        _, device, host = counts.get(part.number, (part.number, part.count, part.host))
+        return with_budget(eqn, replace(part, count=device, host=host, number=None), made)
 
-    return loop.replace(body=equations.map_equations(loop.body, with_count))
+    return equations.map_equations(numbered, with_its_part)

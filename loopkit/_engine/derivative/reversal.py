@@ -68,7 +68,7 @@ def reversal(loop: Loop, layout: Active, active: Active | None = None) -> Revers
 def decide(loop: Loop, layout: Active, made: Reversal) -> None:
     """Reverse the loop like `made` from now on, so that its lanes save what one lane saves."""
     keep_split(loop, layout, made.plan.price, made.split)
-    loop.remember((KEY, layout), made)
+    loop.memory[KEY, layout] = made
 
 
 def covers(layout: Active, active: Active) -> bool:

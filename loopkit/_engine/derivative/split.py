@@ -74,7 +74,7 @@ def split_step(
 def keep_split(loop: Loop, active: Active, price: float, split: Split) -> None:
     """Use this split of the loop's step from now on."""
     for each in {price, 0.0}:
-        loop.remember_of_step(_key(active, each, "as it is"), split)
+        loop.step_memory[_key(active, each, "as it is")] = split
 
 
 def _key(active: Active, price: float, variant: Variant) -> tuple:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from operator import and_
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from loopkit import _jax
-from loopkit._engine.derivative.choices import choices_of, timeline_of, with_budget
+from loopkit._engine.derivative.choices import choices_of, settled, timeline_of
 from loopkit._engine.derivative.divided import with_slices_in_place
 from loopkit._engine.derivative.reversal import NotReversedError
 from loopkit._engine.derivative.straight_line import divided
@@ -96,9 +95,13 @@ class Ways:
         make = lambda d: Timeline(d.moments, found.loops)
         return [Way(make(d), d.nanoseconds, partial(found.program, d)) for d in some]
 
+    def settled(self, best: Best) -> Any:
+        """Return the program in its best way."""
+        return settled(best.way.program(), best.state, shared)
+
     def compiled(self, best: Best) -> tuple[Any, int]:
         """Return the program in its best way, and the memory that XLA reports for its gradient."""
-        return self._compiled(settled(best.way.program(), best.state))
+        return self._compiled(self.settled(best))
 
     def untouched(self) -> tuple[Any, int] | None:
         """Return the program as it is, and its memory; None if there are plans for loops in it."""
@@ -203,18 +206,3 @@ def temporary_bytes(
 
     figures: Any = jax.jit(gradient).lower(*kept(types, free)).compile().memory_analysis()
     return figures.temp_size_in_bytes
-
-
-def settled(numbered: _jax.Jaxpr, state: State) -> Any:
-    """Return the program with the budgets of a state for its loops."""
-    counts = {count.number: count for count in state.counts}
-
-    def with_its_part(eqn: _jax.Equation) -> Any:
-        part = getattr(eqn.params.get("loop"), "checkpoints", None)
-        if not isinstance(part, Part) or not part.number:
-            return eqn
-        _, device, host = counts.get(part.number, (part.number, part.count, part.host))
-        settled = replace(part, count=device, host=host, number=None)
-        return with_budget(eqn, settled, shared)
-
-    return equations.map_equations(numbered, with_its_part)

@@ -17,7 +17,7 @@ from loopkit import _jax
 from loopkit._arguments import errors
 from loopkit._arguments.no_gradient import without_gradient
 from loopkit._engine.derivative.choices import with_budget
-from loopkit._engine.derivative.ways import Best, NotCompiledError, Ways, settled
+from loopkit._engine.derivative.ways import Best, NotCompiledError, Ways
 from loopkit._engine.primitives import dual_p, while_p
 from loopkit._jaxprs import equations
 from loopkit._plans.budget import Bytes, Part
@@ -77,10 +77,10 @@ def with_parts(jaxpr: _jax.Jaxpr, budget: Part, first: Sequence[Any], asked: Seq
         return _measured(ways, ways.within(budget.count, budget.host))
     best = ways.with_margin()
     if best.fits:
-        return settled(best.way.program(), best.state)
+        return ways.settled(best)
     if _may_fit(budget, best) and not _axes_around(jaxpr):
         return _smallest(ways, best)
-    return _refused(settled(best.way.program(), best.state), _refusal(budget, best))
+    return _refused(ways.settled(best), _refusal(budget, best))
 
 
 def _may_fit(budget: Part, best: Best) -> bool:
@@ -166,7 +166,7 @@ def _smallest(ways: Ways, best: Best) -> Any:
     try:
         made, needed = ways.compiled(best)
     except NotCompiledError:
-        made = settled(best.way.program(), best.state)
+        made = ways.settled(best)
         return _refused(made, _refusal(budget, best))
     if needed <= budget.count:
         return _with_room(ways, best, made, needed)
