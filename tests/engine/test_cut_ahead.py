@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import loopkit
-from loopkit._engine.sweeps.cut_ahead import cut_ahead
+from loopkit._engine.derivative.split import cut_ahead
 from loopkit._jaxprs import equations
 
 from .small_loops import assert_same, make_loop, run

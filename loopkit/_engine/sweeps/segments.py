@@ -93,8 +93,8 @@ class EverySegment(Sweep):
             return stepping.one_step(loop, operands, steps, go), saved
 
         steps, slots = state
-        state = steps, (slots, steps.count)
-        done = stepping.while_it_goes_on(loop, operands, step, state, loop.length)
+        first = steps, (slots, steps.count)
+        done = stepping.while_it_goes_on(loop, operands, step, first, loop.length)
         steps, (slots, number) = done
         return steps, slots, number
 

@@ -21,9 +21,9 @@ from loopkit import _jax
 from loopkit._engine import progress
 from loopkit._engine import steps as stepping
 from loopkit._engine.derivative.pieces import Reversal
+from loopkit._engine.derivative.split import cut_ahead
 from loopkit._engine.lanes.batched_loop import stacked
 from loopkit._engine.loop import Loop, Operands, kept, parts
-from loopkit._engine.sweeps.cut_ahead import cut_ahead
 from loopkit._engine.sweeps.step import Cotangents, StepReversal
 from loopkit._engine.sweeps.window import is_seen_in_parts, rows_of_steps
 from loopkit._plans.plan import Plan
