@@ -1,4 +1,4 @@
-"""Errors at run time: two primitives, for the condition and for the values that it concerns.
+"""Errors on use: two primitives, for a condition at run time and for the values that it concerns.
 
 taken (condition)      -> condition
 heard (checks, values) -> values
@@ -9,6 +9,7 @@ false in such a step (`_engine/lanes/vain_steps.py`).
 
 The compiler removes unused results, and their errors with them. So tangents and cotangents pass
 through the same checks as their values, in `heard`, and using any of these raises the error.
+Values without a gradient have no check: `heard` raises the error when it is transposed.
 """
 
 from __future__ import annotations
@@ -65,6 +66,16 @@ class ErrorIf:
         return [jnp.where(failed, r, v) for r, v in zip(raised, values, strict=True)]
 
 
+@dataclass(frozen=True)
+class NoGradient:
+    """Raise an error if values are differentiated in reverse mode; tangents pass."""
+
+    reason: str
+
+    def __call__(self, _: Sequence[Any], values: list) -> list:
+        return values
+
+
 def call_if(
     found: jax.Array, report: Callable[..., Any], operands: Sequence[Any], values: Sequence[Any]
 ) -> list:
@@ -104,6 +115,20 @@ def error_on_use(
     return tree.unflatten(_bind(raising, checks, list(map(jnp.asarray, leaves))))
 
 
+def without_gradient(values: Sequence[Any], reason: str) -> list:
+    """Return the same values, with tangents and without cotangents, for the `reason` to raise."""
+    moving = [_jax.is_differentiable(jax.typeof(v)) for v in values]
+    some = [v for v, moves in zip(values, moving, strict=True) if moves]
+    outs = iter(_bind(NoGradient(reason), [], some))
+    return [next(outs) if moves else v for v, moves in zip(values, moving, strict=True)]
+
+
+def is_refused(jaxpr: _jax.Jaxpr) -> bool:
+    """Return whether results of a program have no gradient, for a reason."""
+    heard = [eqn for eqn in _jax.open_jaxpr(jaxpr).eqns if eqn.primitive is heard_p]
+    return any(isinstance(eqn.params["raising"], NoGradient) for eqn in heard)
+
+
 def _bind(raising: Callable, checks: Sequence[Any], values: Sequence[Any]) -> list:
     """Bind the primitive to all values except symbolic zeros, whose errors nobody would see."""
     some = [v for v in values if type(v) is not _jax.Zero]
@@ -141,6 +166,8 @@ def _jvp(
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, raising: Callable, count: int) -> list:
+    if isinstance(raising, NoGradient):
+        raise ValueError(raising.reason)
     return [*[None] * count, *_bind(raising, operands[:count], cts)]
 
 

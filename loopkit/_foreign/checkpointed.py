@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from loopkit import _jax
 from loopkit._arguments import errors, validate
-from loopkit._arguments.no_gradient import is_refused
+from loopkit._arguments.error_on_use import is_refused
 from loopkit._arguments.validate import type_of
 from loopkit._engine.derivative.ways import MARGIN
 from loopkit._engine.derivative.whole_program import with_parts

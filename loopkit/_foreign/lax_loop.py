@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from loopkit import _jax
 from loopkit._arguments import errors
+from loopkit._arguments.error_on_use import without_gradient
 from loopkit._arguments.errors import size
-from loopkit._arguments.no_gradient import without_gradient
 from loopkit._engine.facts.bounds import StepBound, bound_of, limits_of
 from loopkit._engine.loop import CarryLeaf, parts
 from loopkit._jaxprs import equations

@@ -15,7 +15,7 @@ import jax
 
 from loopkit import _jax
 from loopkit._arguments import errors
-from loopkit._arguments.no_gradient import without_gradient
+from loopkit._arguments.error_on_use import without_gradient
 from loopkit._engine.derivative.choices import with_budget
 from loopkit._engine.derivative.ways import Best, NotCompiledError, Ways
 from loopkit._engine.primitives import dual_p, while_p
