@@ -90,8 +90,7 @@ def best_unroll(
 
         def run(init: PyTree[Any], xs: PyTree[Any], asked: LoopOptions = asked) -> Any:
             inputs = Inputs.of(xs, 0, length, FUNCTION)
-            steps = inputs.length
-            spec = LoopSpec.of(NAMES, (f, None), bare(init), inputs, steps, asked, steps)
+            spec = LoopSpec.of(NAMES, (f, None), bare(init), inputs, inputs.length, asked)
             return run_scan(spec)[:2]
 
         to_compile, seconds = _measured(_gradient(run) if gradient else run, *given)

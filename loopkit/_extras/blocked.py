@@ -147,8 +147,8 @@ def _over_blocks(
         *args, kwargs = tree.unflatten(x)
         return None, _with_rows(fn(*args, **kwargs), out_axes, rows)
 
-    length, axes, asked = blocks.length, block_axes(out_axes), LoopOptions(progress=shown)
-    spec = LoopSpec.of(NAMES, (step, None), None, blocks, length, asked, length, out_axes=axes)
+    axes, asked = block_axes(out_axes), LoopOptions(progress=shown)
+    spec = LoopSpec.of(NAMES, (step, None), None, blocks, blocks.length, asked, out_axes=axes)
     # Each call makes a new step function; its trace depends on these instead.
     made_of = FUNCTION, tree, jax.tree.structure(axes), *jax.tree.leaves(axes)
     spec = spec._replace(functions=(fn,), rest=made_of)

@@ -21,9 +21,9 @@ from loopkit import _jax
 from loopkit._arguments import errors, static_leaves, validate
 from loopkit._buffers.buffer import Buffer, plain
 from loopkit._extras.truncate import truncated
-from loopkit._tracing.axes import Inputs, y_axes
-from loopkit._tracing.run import row_types, run_scan
-from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopOptions, LoopSpec, Names
+from loopkit._tracing.axes import y_axes
+from loopkit._tracing.run import row_types
+from loopkit._tracing.spec import CarryWithYs, LoopInfo, LoopSpec
 from loopkit._types import Axes, Reduce
 
 FUNCTION = "scan"
@@ -236,7 +236,7 @@ def of_some(
         leaves, tree = jax.tree.flatten(ys)
         types = [_jax.slice_type(jax.typeof(y)) for y in leaves]
         some = SomeYs.of(tree, types, spec.out_axes, reduce, *kind)
-        return carry, _of_all(some, spec.names, leaves, int(info.steps)), info
+        return carry, _of_all(some, leaves, int(info.steps)), info
 
     if spec.inputs.length and (ran := validate.in_python(in_python)) is not None:
         return ran
@@ -259,21 +259,17 @@ def of_some(
     return carry.carry, some.result(carry.ys, ys), info
 
 
-def _of_all(some: SomeYs, names: Names, ys: list, steps: int) -> Any:
+def _of_all(some: SomeYs, ys: list, steps: int) -> Any:
     """Return the requested ys, from the rows of all steps."""
     taken = [(y[::-1] if some.reverse else y)[:steps] for y in ys]  # in the order of the steps
-
-    def step(state: ReductionState, y: list) -> tuple[ReductionState, None, None]:
-        return some.step(state, y)[0], None, None
-
-    start = some.start()
-    buffers = some.buffers(start, None)
-    asked = LoopOptions(buffers=buffers and buffers.ys)
-    inputs = Inputs.of(taken, 0, steps)
-    spec = LoopSpec.of(names, (step, None), start, inputs, steps, asked, made=True)
+    count, states = some.start()
+    states = [v if v.rows is None else v._replace(rows=Buffer(v.rows)) for v in states]
+    state = ReductionState(count, states)
+    for t in range(steps):
+        state, _ = some.step(state, [y[t] for y in taken])
     own = zip(some.leaves, ys, strict=True)
     own = [jnp.moveaxis(y, 0, leaf.axis or 0) for leaf, y in own if some.stacks(leaf)]
-    return some.result(run_scan(spec)[0], own)
+    return some.result(plain(state), own)
 
 
 def _check_whole(y: PyTree[Any], leaves: Sequence[RowKind]) -> None:

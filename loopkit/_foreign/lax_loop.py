@@ -240,21 +240,10 @@ class LaxLoop(NamedTuple):
 
     def run(self, settings: Settings) -> list:
         """Run the loop with loopkit, and return its results."""
-        known = self.length is not None or settings.max_steps is not None
-        planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
-        if known or planned or not stores_every_step(settings.budget):
-            return self._run(settings)
-        # Nothing may ask for its gradient: then it needs no bound.
-        place = f"in the {self.kind} at {_jax.source()}, which `only` can leave out: `checkpoints`"
-        problem = f'{place} can be "all" or a policy only if the number of steps is bounded'
-        reason = errors.message(settings.function, problem, "no bound", "Pass `max_steps`.")
-        return without_gradient(self._run(settings), reason)
-
-    def _run(self, settings: Settings) -> list:
         cond, cond_consts, length = self.cond, self.cond_consts, self.length
         budget = settings.budget
         if self.kind == "while_loop":
-            planned = self.bound is not None and self.bound.is_planned_for(settings.budget)
+            planned = self.bound is not None and self.bound.is_planned_for(budget)
             own = self.bound.steps if self.bound is not None and planned else None
             bounds = [b for b in (own, settings.max_steps) if b is not None]
             if length is not None:
@@ -276,10 +265,18 @@ class LaxLoop(NamedTuple):
         }
         init = list(map(_jax.as_array, self.init))
         if settings.finite:
-            return self._watched(cond, cond_consts, init, fields)
-        loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
-        carry, ys = loop.run(init, self.xs)
-        return [*carry, *ys]
+            results = self._watched(cond, cond_consts, init, fields)
+        else:
+            loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
+            final, ys = loop.run(init, self.xs)
+            results = [*final, *ys]
+        if length is not None or not stores_every_step(budget):
+            return results
+        # Nothing may ask for its gradient: then it needs no bound.
+        place = f"in the {self.kind} at {_jax.source()}, which `only` can leave out: `checkpoints`"
+        problem = f'{place} can be "all" or a policy only if the number of steps is bounded'
+        reason = errors.message(settings.function, problem, "no bound", "Pass `max_steps`.")
+        return without_gradient(results, reason)
 
     def _watched(
         self, cond: _jax.Jaxpr | None, cond_consts: list, init: list, fields: dict[str, Any]

@@ -169,12 +169,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
     every = validate.check_bound(name, "every", every)
     if reduce is not None:
         check_words(reduce)
-    length, symbolic = inputs.length, _jax.is_symbolic(inputs.length)
-    trips = _jax.SYMBOLIC if symbolic else length
     beyond = {"truncate": truncate, "every": every, "reduce": reduce}
     own = {"out_axes": out_axes, "reverse": reverse, "split_transpose": split}
-    spec = LoopSpec.of(NAMES, (f, until), init, inputs, length, asked, trips, **own)
-    if symbolic:
+    spec = LoopSpec.of(NAMES, (f, until), init, inputs, inputs.length, asked, **own)
+    if _jax.is_symbolic(spec.length):
         _check_symbolic(spec, beyond)
         spec = spec._replace(budget="all", unroll=1)
     given = [name for name, value in beyond.items() if value is not None]

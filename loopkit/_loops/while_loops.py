@@ -254,7 +254,7 @@ def fori_loop(
         trips = max(0, upper - lower)
         length = trips if max_steps is None else min(trips, max_steps)
         inputs, functions, init = Inputs.of(None, 0, length), (body_fun, None), ((lower,), init_val)
-        spec = LoopSpec.of(FORI, functions, init, inputs, length, asked, length)
+        spec = LoopSpec.of(FORI, functions, init, inputs, length, asked)
         (_, val), _, info = run_scan(spec)
         val = bare(val)
         return (val, info._replace(stopped=jnp.array(length == trips))) if return_info else val

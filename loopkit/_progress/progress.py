@@ -83,8 +83,8 @@ class LineBar:
         self.stream.flush()
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"tqdm": TqdmBar, "line": LineBar}
-"""The class that opens a bar, for each word."""
+BUILT_IN = {"tqdm": TqdmBar, "line": LineBar}
+"""The class of a bar, for each word."""
 
 
 METHODS = "start", "update", "close"
@@ -96,14 +96,10 @@ class ProgressSettings:
 
     name: str
     """The name of the function that the user called."""
-    start: Callable = field(compare=False, repr=False)
-    """Opens a bar for a given number of steps."""
     shown: Any = field(compare=False, repr=False)
-    """The object with `update` and `close`, unless `start` returns another one."""
+    """The object with `start`, `update` and `close`, or the class of a built-in bar."""
     shown_id: int
     """The id of the object: settings are equal only for the very same object."""
-    told: tuple[str, ...]
-    """The keywords that `start` takes, of "name" and "backward"."""
     forward: bool = True
     """Whether steps are shown as they are taken, not only as they are reversed."""
     weight: int = 1
@@ -132,8 +128,9 @@ class ProgressSettings:
 
     def opened(self, total: int | None, backward: bool) -> Any:
         """Open the bar, and return the object with `update` and `close`."""
+        start = self.shown if isinstance(self.shown, type) else self.shown.start
         know = {"name": self.name, "backward": backward}
-        made = self.start(total, **{word: know[word] for word in self.told})
+        made = start(total, **{word: know[word] for word in _keywords(start)})
         return made if _has(made, METHODS[1:]) else self.shown
 
 
@@ -144,8 +141,8 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
     words = ", ".join(f'"{word}"' for word in BUILT_IN)
     expected = f"must be {words} or an object with start(total), update(steps) and close()"
     if isinstance(value, str):
-        start = BUILT_IN.get(value)
-        if start is None:
+        shown = BUILT_IN.get(value)
+        if shown is None:
             advice = "Pass one of these words, or an object of your own."
             raise errors.wrong_value(function, "progress", expected, repr(value), advice)
         if value != "line" and importlib.util.find_spec(value) is None:
@@ -153,13 +150,13 @@ def check_progress(function: str, value: Any) -> ProgressSettings | None:
             advice = f'Run `pip install {value}`, or pass "line", which needs no package.'
             text = errors.wrong(function, "progress", expected, "an environment without it", advice)
             raise ImportError(text)
-        return ProgressSettings(function, start, None, id(start), ("name", "backward"))
+        return ProgressSettings(function, shown, id(shown))
     if isinstance(value, type) or not _has(value, METHODS):
         got, advice = errors.shown(value), "Give the object the three methods."
         if isinstance(value, type):
             advice = "Pass an instance of the class."
         raise errors.wrong_type(function, "progress", expected, got, advice)
-    return ProgressSettings(function, value.start, value, id(value), _keywords(value.start))
+    return ProgressSettings(function, value, id(value))
 
 
 def _has(value: object, methods: tuple[str, ...]) -> bool:

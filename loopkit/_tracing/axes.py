@@ -43,7 +43,8 @@ class Inputs(NamedTuple):
     leaves: list
     axes: Sequence[int | None]
     """The axis along which each leaf is sliced; None if each step gets it whole."""
-    length: int
+    length: Any
+    """The number of rows; None if the caller does not know it."""
 
     @staticmethod
     def of(
@@ -145,7 +146,7 @@ class Inputs(NamedTuple):
         return head, self._replace(leaves=rest, length=left)
 
 
-NO_INPUTS = Inputs(jax.tree.structure(None), [], [], 0)
+NO_INPUTS = Inputs(jax.tree.structure(None), [], [], None)
 
 
 def _no_length(function: str, argument: str, xs: PyTree[Any], whole: bool) -> ValueError:

@@ -132,10 +132,9 @@ class LoopSpec(NamedTuple):
         inputs: Inputs,
         length: int | None,
         asked: LoopOptions,
-        trips: int | None = None,
         **more: Any,
     ) -> LoopSpec:
-        """Check a request. `functions` are body and predicate; `trips` is the known step count.
+        """Check a request. `functions` are body and predicate.
 
         `more` has other fields, which the caller has checked.
         """
@@ -143,6 +142,7 @@ class LoopSpec(NamedTuple):
         validate.check_callable(name, names.body, body)
         if predicate is not None:
             validate.check_callable(name, names.predicate, predicate)
+        trips = _jax.SYMBOLIC if _jax.is_symbolic(inputs.length) else inputs.length
         unroll = validate.check_unroll(name, asked.unroll, trips)
         return_info = validate.check_flag(name, "return_info", asked.return_info)
         init = static_leaves.wrapped(name, names.init, init, names.hidden - 1)
@@ -206,7 +206,7 @@ class LoopSpec(NamedTuple):
         inputs, carried = self.inputs, self.carried
         of_xs = inputs.tree, *inputs.axes, *inputs.slice_types
         settings = self.length, self.budget, self.unroll, self.lanes, self.reverse, self.progress
-        checks = self.finite, carried.any and (carried.flags, carried.free, self.checking)
+        checks = self.finite, carried.flags, carried.free, self.checking
         return (self.names, tree, type_key(leaves), of_xs, settings, checks, self.rest)
 
     def step(self, state: tuple[Any, Hidden], x: Sequence[Any]) -> tuple[tuple[Any, Hidden], Any]:

@@ -48,7 +48,7 @@ def trace(spec: LoopSpec, hidden: Hidden) -> tuple[Traced, list, _jax.TreeDef]:
     """Return the loop, its initial carry, and the tree of the carry."""
     state = spec.init, hidden
     leaves, tree = jax.tree.flatten(state)
-    functions = spec.functions if not spec.carried.any or spec.carried.hashable else ()
+    functions = spec.functions if spec.carried.hashable else ()
     key, known = recall(functions, spec.key(leaves, tree))
     if known is None:
         known = trace_loop(FlatSteps(spec, state))
@@ -67,17 +67,15 @@ class FlatSteps:
         decided = state[1].go is not None
         self.flag = own if decided and traced else None
         self.counter = own + decided
-        self.buffers = None
-        if spec.carried.any:
-            number = self.counter if spec.checking else None
-            self.buffers = spec.carried.followed_by(len(leaves) - own, number)
+        number = self.counter if spec.checking else None
+        self.buffers = spec.carried.followed_by(len(leaves) - own, number)
         self.y_tree: Any = None
 
     def body(self, *values: jax.Array) -> list:
         """Take a step: return the next carry, and y, from the carry and slices of the inputs."""
         names, buffers = self.spec.names, self.buffers
         carry, x = parts(values, len(self.types))
-        if buffers is None:
+        if not buffers.any:
             new, y = self.spec.step(self.tree.unflatten(carry), x)
         else:
             seen, owners = buffers.wrapped(carry, self.flag)
@@ -102,7 +100,7 @@ class FlatSteps:
     def finite(self) -> FiniteSteps:
         """Return how to watch steps that must stay finite."""
         spec, leaves = self.spec, tree_leaves_with_path(self.state)
-        buffers = *spec.carried.flags, *[False] * (len(leaves) - len(spec.carried.flags))
+        buffers = self.buffers.flags
         held = enumerate(zip(leaves, buffers, strict=True))
         missing = tuple((i, v.shape, v.dtype) for i, ((_, v), has) in held if has)
         names = tuple(spec.leaf_name(path) for path, _ in leaves)
@@ -161,13 +159,12 @@ def _watched(steps: FlatSteps, of: Functions) -> Functions:
 
 def _leaves(steps: FlatSteps, paths: list) -> list:
     """Return a `CarryLeaf` for each leaf of the carry."""
-    flags, outer = [False] * len(paths), [None] * len(paths)
-    if steps.buffers is not None:
-        flags, outer = steps.buffers.flags, steps.buffers.outer
-    flag = None if steps.buffers is None else steps.flag  # writes depend on it
+    buffers = steps.buffers
+    flag = steps.flag if buffers.any else None  # writes depend on it
+    leaves = enumerate(zip(paths, buffers.flags, buffers.outer, strict=True))
     return [
         CarryLeaf(steps.spec.names.init + keystr(path), has, i == flag, owner is not None)
-        for i, (path, has, owner) in enumerate(zip(paths, flags, outer, strict=True))
+        for i, (path, has, owner) in leaves
     ]
 
 
