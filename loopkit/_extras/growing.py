@@ -113,7 +113,7 @@ def compiled(traced: Traced, size: int, counts: bool = False) -> Callable:
 
         return jax.jit(run)
 
-    types = traced.carry_types
+    types = traced.init_types
     key = ("segment", size, *types, *(t.weak_type for t in types))
     return traced.loop.derived(key, make)
 

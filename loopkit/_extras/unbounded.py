@@ -190,7 +190,7 @@ def _run(
     except jax.errors.JaxRuntimeError as error:
         if not ran_out(error):
             raise
-        widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.carry_types)
+        widths = _jax.byte_count(*traced.loop.ys_types), _jax.byte_count(*traced.init_types)
         room = memory_left(carry) if room is None else room
         raise MemoryError(ran_out_after(longest, size, *widths, room)) from error
     return tree.unflatten(carry), traced.y_tree.unflatten(ys), LoopInfo(steps, stopped)

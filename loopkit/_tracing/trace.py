@@ -222,8 +222,6 @@ class Traced:
     """The loop as the caller wrote it, before any pass."""
     cond_consts: list
     consts: list
-    carry_types: list
-    """The types of the carry's leaves, as the steps take them."""
     init_types: list
     """The types of the initial carry. They are strong if a step makes them strong."""
     y_tree: Any = None
@@ -279,7 +277,7 @@ class Traced:
 
         If `split` is not None, it runs as lax's scan, with that value for `_split_transpose`.
         """
-        types, count = self.init_types if split is None else self.carry_types, len(init)
+        count = len(init)
         init = [*init, *read(self.references)] if self.references else list(init)
         loop = with_ranges(self.loop, Operands(self.cond_consts, self.consts, init, list(xs)))
         loop, passes = ready(loop)
@@ -288,7 +286,7 @@ class Traced:
         bind = partial(_lax_scan, split=split) if as_lax else while_p.bind
         meshes = loop.derived("meshes", lambda: equations.meshes(loop.body))
         bound = lambda *operands: bind(*_jax.known_on(meshes, list(operands)), loop=loop)
-        first = [_jax.as_type(v, t) for v, t in zip(init, types, strict=True)]
+        first = [_jax.as_type(v, t) for v, t in zip(init, self.init_types, strict=True)]
         operands = [*self.cond_consts, *self.consts, *first, *xs]
         final, held, ys = parts(run_rewritten(bound, passes, operands), count, len(self.references))
         if held:
@@ -321,4 +319,4 @@ def as_loop(
     loop = Loop(cond, body, len(cond_consts), constants, tuple(carry), ys=ys, **settings)
     pairs = zip(types, loop.carry_types, strict=True)
     first = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
-    return Traced(shared(loop), cond_consts, consts, types, first)
+    return Traced(shared(loop), cond_consts, consts, first)
