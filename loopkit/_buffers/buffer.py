@@ -289,20 +289,15 @@ class Ref:
         whole = indexing.place(self.buffer.shape, ...)
         array = self.buffer._read(whole)
         index = np.asarray(self.index) if isinstance(self.index, list) else self.index
-        ref, how = array.at[index], {k: v for k, v in how.items() if k != "pred"}
-        if name == "apply" and pred is not None:
+        ref, given = array.at[index], {k: v for k, v in how.items() if k != "pred"}
+        if pred is not None:
             # Write single elements, and move those that are not to be written out of bounds.
             numbers = jnp.arange(array.size).reshape(array.shape).at[index]
             numbers = numbers.get(mode=how.get("mode") or "fill", fill_value=array.size)
-            ref = array.reshape(-1).at[jnp.where(pred, numbers, array.size)]
-            new = ref.apply(lambda old: combine(old, None)).reshape(array.shape)
-        elif name == "apply":
-            new = ref.apply(lambda old: combine(old, None), **how)
-        else:
-            if pred is not None:
-                other = 1 if name in ("multiply", "divide", "power") else ref.get()
-                values = jnp.where(pred, jnp.broadcast_to(values, place.shape), other)
-            new = getattr(ref, name)(values, **how)
+            ref, given = array.reshape(-1).at[jnp.where(pred, numbers, array.size)], {}
+            values = jnp.broadcast_to(values, place.shape)
+        what = (lambda old: combine(old, None)) if name == "apply" else values
+        new = getattr(ref, name)(what, **given).reshape(array.shape)
         new = self.buffer._write(whole, self._in_bounds(name, place, pred, how, new), None)
         if new._written is not None:  # mark only the entries at the index
             blank = jnp.zeros(place.shape, self.buffer.dtype)

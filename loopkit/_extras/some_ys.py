@@ -75,8 +75,9 @@ class RowKind(NamedTuple):
         return self.aval.update(dtype=dtype, weak_type=False)
 
     def of_total(self, total: jax.Array, count: Any) -> Any:
-        value = total / jnp.asarray(count, _real(total.dtype)) if self.how == "mean" else total
-        return value.astype(self.dtype)
+        if self.how == "mean":
+            total = total / jnp.asarray(count, jnp.finfo(total.dtype).dtype)  # of complex: real
+        return total.astype(self.dtype)
 
 
 class SomeYs(NamedTuple):
@@ -294,7 +295,3 @@ def check_words(reduce: Reduce) -> None:
 
 def _is_short(dtype: np.dtype[Any]) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-
-
-def _real(dtype: np.dtype[Any]) -> Any:
-    return jnp.finfo(dtype).dtype

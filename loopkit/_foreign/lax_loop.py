@@ -22,6 +22,7 @@ from loopkit._plans.budget import SELDOM_REACHED, Budget, stores_every_step
 from loopkit._programs import shared
 from loopkit._progress import progress as shown
 from loopkit._tracing.axes import Inputs
+from loopkit._tracing.functions import Functions
 from loopkit._tracing.spec import LoopOptions, LoopSpec, Names
 from loopkit._tracing.trace import as_loop, trace
 from loopkit._types import Checkpoints, Debug, Lanes, Memory, Progress
@@ -267,8 +268,8 @@ class LaxLoop(NamedTuple):
         if settings.finite:
             results = self._watched(cond, cond_consts, init, fields)
         else:
-            loop = as_loop(cond, cond_consts, self.body, self.consts, carry, types, fields)
-            final, ys = loop.run(init, self.xs)
+            of = Functions(cond, cond_consts, self.body, self.consts)
+            final, ys = as_loop(of, carry, types, fields).run(init, self.xs)
             results = [*final, *ys]
         if length is not None or not stores_every_step(budget):
             return results

@@ -141,11 +141,6 @@ def _overwritten(old: jax.Array, value: jax.Array, owner: Owner) -> Any:
     return buffer._write(indexing.place(buffer.shape, ...), value, None)._value
 
 
-@ft.cache
-def _without_buffers(count: int) -> Buffers:
-    return Buffers((False,) * count, (None,) * count)
-
-
 def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
     """Find the buffers in `init`, the initial carry; errors call it as `names` does.
 
@@ -153,9 +148,9 @@ def find(names: Any, buffers: PyTree[Any], init: PyTree[Any]) -> Buffers:
     """
     nodes = jax.tree.leaves(init, is_leaf=is_whole)
     if buffers is NONE or (buffers is None and not any(map(is_whole, nodes))):
-        return _without_buffers(len(jax.tree.leaves(init)))
-    owns = lambda v: is_buffer(v) or is_tensor_array(v)
-    nodes, leaves = jax.tree.leaves(init, is_leaf=owns), jax.tree.leaves(init, is_leaf=is_buffer)
+        count = len(jax.tree.leaves(init))
+        return Buffers((False,) * count, (None,) * count)
+    leaves = jax.tree.leaves(init, is_leaf=is_buffer)
     outer = tuple(v._owner if is_buffer(v) else None for v in leaves)
     flags = []
     for node in nodes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -197,10 +196,7 @@ def _step(flat: FlatSteps, leaves: list, x: list) -> list:
     """Take a step, and watch its values if they must stay finite."""
     if flat.spec.finite is None:
         return flat.body(*leaves, *x)
-    finite = flat.finite()
-    loop, buffers = replace(finite.loop, missing=()), (False,) * len(leaves)
-    finite = replace(finite, loop=loop, buffers=buffers)  # in Python, buffers are like other leaves
-    return finite.around(Given([], leaves, x), lambda seen, _: _named(flat, seen))
+    return flat.finite().around(Given([], leaves, x), lambda seen, _: _named(flat, seen))
 
 
 def _named(flat: FlatSteps, seen: Given) -> tuple[list, Any]:

@@ -64,7 +64,7 @@ class FlatSteps:
         leaves, self.tree = jax.tree.flatten(state)
         self.spec, self.state, self.types = spec, state, list(map(jax.typeof, leaves))
         own = len(jax.tree.leaves(spec.init))
-        decided = state[1].go is not None
+        decided, self.traced = state[1].go is not None, traced
         self.flag = own if decided and traced else None
         self.counter = own + decided
         number = self.counter if spec.checking else None
@@ -100,7 +100,8 @@ class FlatSteps:
     def finite(self) -> FiniteSteps:
         """Return how to watch steps that must stay finite."""
         spec, leaves = self.spec, tree_leaves_with_path(self.state)
-        buffers = self.buffers.flags
+        # In Python, buffers are like other leaves.
+        buffers = self.buffers.flags if self.traced else (False,) * len(leaves)
         held = enumerate(zip(leaves, buffers, strict=True))
         missing = tuple((i, v.shape, v.dtype) for i, ((_, v), has) in held if has)
         names = tuple(spec.leaf_name(path) for path, _ in leaves)
@@ -143,8 +144,7 @@ def trace_loop(steps: FlatSteps) -> Traced:
     settings = {"length": spec.length, "checkpoints": spec.budget, "unroll": spec.unroll}
     settings |= {"name": names.function, "lane_policy": spec.lanes, "progress": spec.progress}
     settings |= {"reverse": spec.reverse, "xs": tuple(map(Input, spec.inputs.places))}
-    loop = as_loop(of.cond, of.cond_consts, of.body, of.consts, carry, types, settings)
-    return replace(loop, y_tree=steps.y_tree, references=of.references)
+    return as_loop(of, carry, types, settings, steps.y_tree)
 
 
 def _watched(steps: FlatSteps, of: Functions) -> Functions:
@@ -224,8 +224,8 @@ class Traced:
     consts: list
     init_types: list
     """The types of the initial carry. They are strong if a step makes them strong."""
-    y_tree: Any = None
-    references: Sequence[Any] = ()
+    y_tree: Any
+    references: Sequence[Any]
     """The references made outside the loop that the steps use. They follow the carry's leaves."""
 
     @property
@@ -304,19 +304,13 @@ def _lax_scan(*operands: jax.Array, loop: Loop, split: bool) -> list:
 
 
 def as_loop(
-    cond: _jax.Jaxpr | None,
-    cond_consts: list,
-    body: _jax.Jaxpr,
-    consts: list,
-    carry: list,
-    types: list,
-    settings: dict,
+    of: Functions, carry: list, types: list, settings: dict, y_tree: _jax.TreeDef | None = None
 ) -> Traced:
-    """Make a loop from two jaxprs. `settings` has its other fields."""
-    n, c = len(types), len(consts)
-    settings = {"xs": (Input(),) * (len(body.in_avals) - c - n), **settings}
-    ys, constants = (Output(),) * (len(body.out_avals) - n), (Const(),) * c
-    loop = Loop(cond, body, len(cond_consts), constants, tuple(carry), ys=ys, **settings)
+    """Make a loop of its functions. `settings` has its other fields."""
+    n, c = len(types), len(of.consts)
+    settings = {"xs": (Input(),) * (len(of.body.in_avals) - c - n), **settings}
+    ys, constants = (Output(),) * (len(of.body.out_avals) - n), (Const(),) * c
+    loop = Loop(of.cond, of.body, len(of.cond_consts), constants, tuple(carry), ys=ys, **settings)
     pairs = zip(types, loop.carry_types, strict=True)
     first = [a.update(weak_type=a.weak_type and b.weak_type) for a, b in pairs]
-    return Traced(shared(loop), cond_consts, consts, first)
+    return Traced(shared(loop), of.cond_consts, of.consts, first, y_tree, of.references)
