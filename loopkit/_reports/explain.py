@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools as ft
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from loopkit._engine.derivative.reversal import remat_nanoseconds, reversal
 from loopkit._engine.derivative.split import split_step
 from loopkit._engine.facts.activity import whole_activity
 from loopkit._engine.lanes.many_lanes import why_never, why_waiting
+from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import CarryLeaf, Const, Input, Loop, Output, kept
-from loopkit._engine.primitives import evaluated_p
+from loopkit._engine.primitives import evaluated_p, narrowed_p, while_p
+from loopkit._engine.rules import narrowed
 from loopkit._foreign.lax_loop import LeftLoop, left_within
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.cost import nanoseconds
@@ -33,7 +35,6 @@ from loopkit._reports.memory import (
     gradient_bytes,
     is_budgeted,
 )
-from loopkit._reports.spelled_out import spelled_out
 
 A_LITTLE_MORE = 1.5
 """The multiple of a budget that `explain` also plans for, to say what that would save."""
@@ -123,14 +124,14 @@ class Explanation:
     """The loops that `checkpointed` or `replace_lax_loops` leaves to lax, each with a `site`, a
     `LoopSite`, and the reason, `why`."""
 
-    @cached_property
+    @ft.cached_property
     def gradient(self) -> GradientBytes:
         """The memory of the gradient in all arguments: the predicted `peak`, the `holders` of these
         bytes, the `timeline` of all bytes, and `compiled`, the compiler's figure, for which the
         gradient is compiled."""
         return gradient_bytes(self.program)
 
-    @cached_property
+    @ft.cached_property
     def _budgeted(self) -> bool:
         return is_budgeted(self.program)
 
@@ -250,6 +251,26 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             found.append(_of_lax(source, eqn))
     of_lax = any(e.name.startswith("lax") for e in found)
     return Explanation(tuple(found), jaxpr, left_within(trace) if of_lax else ())
+
+
+def spelled_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
+    """Return a jaxpr with each loop that narrows its lanes expanded into the loops that run."""
+
+    def in_phases(eqn: _jax.Equation) -> bool:
+        if eqn.primitive is narrowed_p:
+            return True
+        return eqn.primitive is while_p and phases_of(eqn.params["loop"]) is not None
+
+    def change(eqn: _jax.Equation) -> Any:
+        if not in_phases(eqn):
+            return eqn
+        types, run = [v.aval for v in eqn.invars], ft.partial(narrowed.evaluate, **eqn.params)
+        if (phases := phases_of(eqn.params["loop"])) is not None and eqn.primitive is while_p:
+            run = phases.run
+        inner = spelled_out(_jax.trace_closed(run, types, "loop_phases"))
+        return _jax.new_equation(eqn, evaluated_p, eqn.invars, eqn.outvars, {"jaxpr": inner})
+
+    return equations.map_equations(jaxpr, change, in_phases)
 
 
 def _source(*eqns: _jax.Equation) -> str:

@@ -22,7 +22,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import kept
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
-from loopkit._reports.spelled_out import spelled_out
+from loopkit._reports.explain import spelled_out
 
 _KINDS = {"i": "s", "u": "u", "f": "f", "c": "c"}
 

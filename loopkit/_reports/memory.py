@@ -16,6 +16,7 @@ from loopkit._engine.derivative.divided import is_stretch
 from loopkit._engine.derivative.linearised import linearised
 from loopkit._engine.derivative.ways import temporary_bytes
 from loopkit._engine.loop import Active, Loop
+from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.min_cut import PICOSECONDS
 from loopkit._plans.budget import Bytes
@@ -146,14 +147,9 @@ def gradient_bytes(jaxpr: _jax.Jaxpr) -> GradientBytes:
 
 def is_budgeted(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether a budget in bytes plans a loop, or has code between loops run again."""
-    budgets = (getattr(e.params.get("loop"), "checkpoints", None) for e in _outermost(jaxpr))
-    again = any(map(is_stretch, equations.all_equations(jaxpr)))
-    return again or any(isinstance(budget, Bytes) for budget in budgets)
-
-
-def _outermost(jaxpr: _jax.Jaxpr) -> list:
-    """Return the equations of loops that are not derivatives yet."""
-    return [e for e in equations.all_equations(jaxpr) if e.primitive.name == "loopkit_while"]
+    found = list(equations.all_equations(jaxpr))
+    loops = [e.params["loop"] for e in found if e.primitive is while_p]
+    return any(map(is_stretch, found)) or any(isinstance(v.checkpoints, Bytes) for v in loops)
 
 
 def _axes(ax: Any) -> Any:
