@@ -294,3 +294,12 @@ def test_rows_without_elements_are_joined():
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
     assert found[1][1].tolist() == wanted[1][1].tolist()
     assert loopkit.TensorArray.empty(3, jnp.zeros((2, 0))).concat().shape == (0, 0)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("out_axis", [0, 1, 2, -1])
+def test_many_small_rows_are_stacked_where_asked(out_axis):
+    """Where rows lie in memory depends on their type, and not on how many there are."""
+    rows = jnp.arange(6000.0).reshape(1000, 2, 3)
+    _, ys = loopkit.scan(lambda carry, x: (carry, x), 0.0, rows, out_axes=out_axis)
+    np.testing.assert_array_equal(ys, jnp.moveaxis(rows, 0, out_axis))

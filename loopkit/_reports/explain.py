@@ -256,18 +256,18 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def spelled_out(jaxpr: _jax.Jaxpr) -> _jax.Jaxpr:
     """Return a jaxpr with each loop that narrows its lanes expanded into the loops that run."""
 
-    def in_phases(eqn: _jax.Equation) -> bool:
+    def in_phases(eqn: _jax.Equation) -> Callable | None:
+        """Return the function that runs an equation's phases; None if it has none."""
         if eqn.primitive is narrowed_p:
-            return True
-        return eqn.primitive is while_p and phases_of(eqn.params["loop"]) is not None
+            return ft.partial(narrowed.evaluate, **eqn.params)
+        phases = phases_of(eqn.params["loop"]) if eqn.primitive is while_p else None
+        return None if phases is None else phases.run
 
     def change(eqn: _jax.Equation) -> Any:
-        if not in_phases(eqn):
+        run = in_phases(eqn)
+        if run is None:
             return eqn
-        types, run = [v.aval for v in eqn.invars], ft.partial(narrowed.evaluate, **eqn.params)
-        if (phases := phases_of(eqn.params["loop"])) is not None and eqn.primitive is while_p:
-            run = phases.run
-        inner = spelled_out(_jax.trace_closed(run, types, "loop_phases"))
+        inner = spelled_out(_jax.trace_closed(run, [v.aval for v in eqn.invars], "loop_phases"))
         return _jax.new_equation(eqn, evaluated_p, eqn.invars, eqn.outvars, {"jaxpr": inner})
 
     return equations.map_equations(jaxpr, change, in_phases)

@@ -237,12 +237,6 @@ def stacks(
     return axes, tuple(in_place(t, a) for t, a in zip(shapes, axes, strict=True))
 
 
-def arranged(tree: _jax.TreeDef, ys: Sequence[Any], types: Sequence[Any], out_axes: Axes) -> Any:
-    """Return ys with the axes and the tree that the caller asked for."""
-    triples = zip(ys, *reversed(stacks(tree, types, out_axes)), strict=True)
-    return tree.unflatten([jnp.moveaxis(y, place, axis) for y, place, axis in triples])
-
-
 def block_axes(out_axes: Axes) -> Axes:
     """Return the axes along which to stack blocks: just before `out_axes`."""
     before = lambda axis: axis - 1 if isinstance(axis, (int, np.integer)) and axis < 0 else axis

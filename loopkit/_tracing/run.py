@@ -23,7 +23,7 @@ from loopkit._jaxprs import equations
 from loopkit._jaxprs.kernels import lax_takes_longer
 from loopkit._plans.budget import said, stores_every_step
 from loopkit._progress.open_bars import bar
-from loopkit._tracing.axes import arranged, y_axes
+from loopkit._tracing.axes import stacks, y_axes
 from loopkit._tracing.finite_steps import Given
 from loopkit._tracing.functions import ask
 from loopkit._tracing.spec import LoopInfo, LoopSpec
@@ -41,11 +41,12 @@ def run_scan(spec: LoopSpec) -> tuple[Any, Any, Any]:
     go = jnp.logical_not(jnp.zeros((), bool) | spec.stopped) if stopping else None
     steps = jnp.asarray(spec.before, jnp.int32) if counting else None
     traced, leaves, tree = trace(spec, spec.hidden(go=go, steps=steps))
-    traced = traced.stacked(spec.out_axes)
+    axes, places = stacks(traced.y_tree, traced.loop.ys_types, spec.out_axes)
+    traced = traced.stacked(places)
     split = spec.split_transpose if _runs_as_lax(spec, traced) else None
     carry, ys = traced.run(leaves, inputs.arrays, split)
     final, hidden = tree.unflatten(carry)
-    ys = arranged(traced.y_tree, ys, traced.loop.ys_types, spec.out_axes)
+    ys = traced.y_tree.unflatten(map(jnp.moveaxis, ys, places, axes))
     info = None
     if spec.return_info:
         steps = hidden.steps if stopping else jnp.asarray(inputs.length, jnp.int32)

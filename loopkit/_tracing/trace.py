@@ -28,7 +28,6 @@ from loopkit._engine.passes import ready
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._programs import keep, recall, shared, with_fields
-from loopkit._tracing.axes import stacks
 from loopkit._tracing.finite_steps import FiniteSteps, names_of
 from loopkit._tracing.functions import (
     Functions,
@@ -38,7 +37,6 @@ from loopkit._tracing.functions import (
     write,
 )
 from loopkit._tracing.spec import Hidden, LoopSpec, Names
-from loopkit._types import Axes
 
 TRIES = 4
 """The maximum number of times to trace a step until it returns the types that it takes."""
@@ -265,12 +263,9 @@ class Traced:
             return self.with_fields(length=bound.steps)
         return replace(self, loop=of_all_steps(loop, bound.steps), cond_consts=[])
 
-    def stacked(self, out_axes: Axes) -> Traced:
-        """Return the loop with ys stacked along `out_axes`, unless moving them later is faster."""
-        _, places = stacks(self.y_tree, self.loop.ys_types, out_axes)
-        if not any(places):
-            return self
-        return self.with_fields(ys=tuple(map(Output, places)))
+    def stacked(self, places: Sequence[int]) -> Traced:
+        """Return the loop with ys stacked along these axes."""
+        return self.with_fields(ys=tuple(map(Output, places))) if any(places) else self
 
     def run(self, init: Sequence[Any], xs: Sequence[Any], split: bool | None = None) -> tuple:
         """Run the loop; return the leaves of the final carry, and of ys.
