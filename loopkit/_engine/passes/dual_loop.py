@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from loopkit import _jax
-from loopkit._engine.lanes.batched_loop import batch_loop
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, CarryLeaf, Const, Loop, Rewritten, kept, parts
 from loopkit._engine.primitives import while_p
@@ -106,24 +104,18 @@ def _dual_cond(loop: Loop, cond: _jax.Jaxpr, tangents: Sequence[Any]) -> _jax.Ja
 def run_dual(
     loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
 ) -> list:
-    """Return the active outputs' tangents, which the dual loop computes."""
-    dual, operands = dual_loop(loop, active), [*primals, *tangents]
-    if batch is not None:
-        return _batch_tangents(loop, dual, operands, batch)
-    outs = dual.map_results(while_p.bind(*dual.map_operands(operands), loop=dual.loop))
-    return outs[loop.primal_counts[1] :]
+    """Return the active outputs' tangents, which the dual loop computes.
 
+    If there is a `batch`, only the tangents have that axis, and it comes first.
+    """
+    dual = dual_loop(loop, active)
 
-def _batch_tangents(loop: Loop, dual: Rewritten, operands: Sequence[Any], size: int) -> list:
-    """Return the tangents that the dual loop computes from tangents with a leading batch axis."""
-    count, results = loop.operand_count, loop.primal_counts[1]
-    dims = dual.map_operands([None] * count + [0] * (len(operands) - count))
-    flags = dual.loop.split([d is not None for d in dims])[0]
-    ys = [False] * loop.ys_count + [True] * (dual.loop.ys_count - loop.ys_count)
-    batched = batch_loop(dual.loop, _jax.axis(size), flags, ys)
-    moved = batched.map_operands(zip(dual.map_operands(operands), dims, strict=True))
-    found = dual.map_results(batched.map_results(while_p.bind(*moved, loop=batched.loop)))
-    return [jnp.moveaxis(t, a, 0) for t, a in found[results:]]
+    def run(*tangents: jax.Array) -> list:
+        operands = dual.map_operands([*primals, *tangents])
+        outs = dual.map_results(while_p.bind(*operands, loop=dual.loop))
+        return outs[loop.primal_counts[1] :]
+
+    return run(*tangents) if batch is None else jax.vmap(run)(*tangents)
 
 
 def replace_active(
