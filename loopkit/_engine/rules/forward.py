@@ -37,8 +37,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.passes.dual_loop import dual_loop
-from loopkit._engine.passes.taylor_loop import taylor
+from loopkit._engine.passes.dual_loop import dual_loop, taylor
 from loopkit._engine.primitives import (
     PARTIAL_EVAL_RULES,
     define,

@@ -25,8 +25,7 @@ from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, kept, parts
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.passes.dual_loop import open_dual
-from loopkit._engine.passes.taylor_loop import taylor
+from loopkit._engine.passes.dual_loop import open_dual, taylor
 from loopkit._engine.passes.unused import prune
 from loopkit._engine.primitives import define, dual_p, evaluated_p, while_p
 from loopkit._jaxprs.dataflow import fixed_point
