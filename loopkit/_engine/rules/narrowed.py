@@ -38,7 +38,14 @@ from loopkit._engine.lanes.predicates import counted
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, replace_active
-from loopkit._engine.primitives import define, hessian_p, narrowed_p, pushforward_p, while_p
+from loopkit._engine.primitives import (
+    define,
+    hessian_p,
+    narrowed_p,
+    pullback_p,
+    pushforward_p,
+    while_p,
+)
 from loopkit._engine.rules.hessian import pullback_along
 from loopkit._engine.sweeps import sweeps
 
@@ -180,33 +187,42 @@ def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **para
         fun = ft.partial(evaluate, **params)
         return _jax.batched_call(fun, axis, args, dims)
     old, one, two = waiting_lanes(lane), waiting_lanes(new), AxisPair(axis.size, lane.count)
-    places = [*one.axes.flat, *_linear_places(one, **params)[0]]
-    before = [*old.axes.flat, *_linear_places(old, **params)[0]]
-    moved = map(two.joined, args, places, dims, before)
+    linear, places = linear_places(params["of"], one, **params)
+    before = [*old.axes.flat, *linear_places(params["of"], old, **params)[0]]
+    moved = map(two.joined, args, [*one.axes.flat, *linear], dims, before)
     results = narrowed_p.bind(*moved, **dict(params, loop=new.many))
-    places = _linear_places(one, **params)[1]
     return list(map(two.apart, results, places)), places
 
 
-def _linear_places(
+SIDES = {
+    pushforward_p: (("inputs",), ("outputs",)),
+    pullback_p: (("outputs",), ("inputs",)),
+    hessian_p: (("outputs", "inputs"), ("inputs",)),
+}
+"""For each linear primitive, the sides of the loop to which its linear operands and its results
+belong."""
+
+
+def linear_places(
+    primitive: _jax.Primitive,
     many: Batched,
     *,
-    of: _jax.Primitive,
     active: Active,
-    moving: Active,
     batch: int | None,
+    moving: Active | None = None,
     **_: object,
 ) -> tuple[list, list]:
-    """Return the lane axes of the linear operands, and of the results."""
-    leading = 0 if batch is None else 1
-    inputs, outputs = many.axes.flat[many.loop.cond_const_count :], many.results
-    behind = lambda axes, flags: [a + leading for a in kept(axes, flags)]
-    if of is pushforward_p:
-        return behind(inputs, active.inputs), behind(outputs, active.outputs)
-    linear = behind(outputs, moving.outputs)
-    if of is hessian_p:
-        linear += behind(inputs, moving.inputs)
-    return linear, behind(inputs, active.inputs)
+    """Return the lane axes of the linear operands, and of the results.
+
+    Linear operands belong to the leaves of `moving`, if the primitive has that parameter.
+    """
+    leading, (ins, outs) = batch is not None, SIDES[primitive]
+    of = {"inputs": many.axes.flat[many.loop.cond_const_count :], "outputs": many.results}
+
+    def places(sides: Sequence[str], leaves: Active) -> list[int]:
+        return [a + leading for side in sides for a in kept(of[side], getattr(leaves, side))]
+
+    return places(ins, moving or active), places(outs, active)
 
 
 define(narrowed_p, evaluate, result_types, jvp=jvp, transpose=transpose)

@@ -93,11 +93,11 @@ def _batch_forward(
     **_: object,
 ) -> tuple:
     how = reversal(loop, active)
-    stores_rows = how.plan.stores_rows
+    stored = active if how.plan.stores_rows else None
     if along is None:
         if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
             return narrowed.forward(loop, lanes, args, dims, active)
-        batched = _batched_for(loop, axis, dims, active if stores_rows else None, active)
+        batched = _batched_for(loop, axis, dims, stored, active)
         values = batched.map_operands(zip(args, dims, strict=True))
         outs = forward_p.bind(*values, loop=batched.loop, active=active)
         return outs, [*batched.results, *_residual_axes(loop, batched, active)]
@@ -108,8 +108,7 @@ def _batch_forward(
         return _more_directions(forward_p, axis, args, dims, params)
     if same or narrowed.lanes_of(loop, axis, value_dims) is not None:
         return _jax.batched_call(ft.partial(forward.apart, **params), axis, args, dims)
-    leaves = _leaves(loop, along, active if stores_rows else None)
-    batched = _batched_for(loop, axis, value_dims, leaves, active)
+    batched = _batched_for(loop, axis, value_dims, _leaves(loop, along, stored), active)
     results = [*batched.results, *_residual_axes(loop, batched, active)]
     return _along_batched(forward_p, axis, args, dims, params, batched, batched.axes.flat, results)
 
@@ -119,8 +118,8 @@ def _batch_pullback(
 ) -> tuple:
     along = params.get("along")
     if along is None:
-        return _batch_cotangents(axis, args, dims, **params)
-    loop, layout, active = (params[k] for k in ("loop", "layout", "active"))
+        return _batch_linear(pullback_p, axis, args, dims, **params)
+    loop, layout = params["loop"], params["layout"]
     values = dims[: loop.operand_count]
     on_host = any(reversal(loop, layout).on_host)
     if not on_host and _same(loop, axis, dims[: len(along.operands)]):
@@ -129,12 +128,8 @@ def _batch_pullback(
     if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
         return _jax.batched_call(by_others, axis, args, dims)
     batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
-    places = _residual_axes(loop, batched, layout)
-    leading = params["batch"] is not None
-    of = batched.axes.flat[loop.cond_const_count :]
-    cts = [a + leading for a in kept(batched.results, active.outputs)]
-    results = [a + leading for a in kept(of, active.inputs)]
-    places = [*batched.axes.flat, *places, *cts]
+    cts, results = narrowed.linear_places(pullback_p, batched, **params)
+    places = [*batched.axes.flat, *_residual_axes(loop, batched, layout), *cts]
     every = [*places, *kept(places, along.operands)]
     if any(d is not None and p is None for d, p in zip(dims, every, strict=True)):
         return _jax.batched_call(by_others, axis, args, dims)
@@ -252,75 +247,62 @@ def _varying(
     return spread(list(zeros), lost, values), spread([0] * sum(lost), lost, dims)
 
 
-def batch_linear(primitive: _jax.Primitive, ins: str, outs: str) -> Any:
-    """Return the batching rule of a primitive with linear operands.
+def _batch_linear(
+    primitive: _jax.Primitive,
+    axis: _jax.AxisData,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    **params: Any,
+) -> tuple:
+    """Batch a primitive with linear operands."""
+    loop, active, batch = params["loop"], params["active"], params["batch"]
+    has_residuals = "layout" in params
+    layout = params["layout"] if has_residuals else either(active, params["moving"])
+    residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
+    counts = loop.operand_count, residual_count
+    values, residuals, linear = parts(args, *counts)
+    value_dims, residual_dims, linear_dims = parts(dims, *counts)
+    size, over = axis.size, axis.explicit_mesh_axis
+    if _same(loop, axis, [*value_dims, *residual_dims]):
+        of = lambda v, n: primitive.bind(*values, *residuals, *v, **dict(params, batch=n))
+        results = _in_one_batch(of, zip(linear, linear_dims, strict=True), axis, batch)
+        return results, [0] * len(results)
 
-    `ins` and `outs` say whether its linear operands and its results belong to the active "inputs"
-    or the active "outputs" of the loop. Linear operands belong to those of `moving`, if the
-    primitive has that parameter.
-    """
-
-    def rule(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-        loop, active, batch = params["loop"], params["active"], params["batch"]
-        moving = params.get("moving", active)
-        has_residuals, layout = "layout" in params, params.get("layout", either(active, moving))
-        residual_count = len(sweeps(reversal(loop, layout)).residual_types) if has_residuals else 0
-        counts = loop.operand_count, residual_count
-        values, residuals, linear = parts(args, *counts)
-        value_dims, residual_dims, linear_dims = parts(dims, *counts)
-        size, over = axis.size, axis.explicit_mesh_axis
-        same = all(d is None for d in [*value_dims, *residual_dims])
-        if same and axis.name not in loop.axis_names:
-            of = lambda v, n: primitive.bind(*values, *residuals, *v, **dict(params, batch=n))
-            results = _in_one_batch(of, zip(linear, linear_dims, strict=True), axis, batch)
-            return results, [0] * len(results)
-
-        # Tangents and cotangents that differ between lanes need inputs that differ, too.
-        lane = narrowed.linear_lanes(axis, value_dims, **params)
-        if lane is None:
-            batched = _batched_for(loop, axis, value_dims, layout, layout)
-        else:
-            batched = waiting_lanes(lane)
-        moved = batched.map_operands(zip(values, value_dims, strict=True))
-        if has_residuals and lane is None:
-            places = _residual_axes(loop, batched, layout)
-            if params["transpose_only"]:
-                narrowed.check_saved(loop, residual_dims, places)
-            pairs = zip(residual_dims, places, strict=True)
-            apart = any(d is not None and p is None for d, p in pairs)
-            if apart and params["transpose_only"]:
-                # What was saved depends on operands that are missing: give these the axis, too.
-                read = reversal(loop, layout, active).reads
-                values, value_dims = _varying(loop, read, values, value_dims, size)
-                places = [*value_dims, *residual_dims, *linear_dims]
-                return rule(axis, [*values, *residuals, *linear], places, **params)
-            if apart:
-                # Lanes that ran one at a time saved in another layout: run them again, together.
-                fresh = _batch_forward(axis, values, value_dims, loop=loop, active=layout)
-                residuals, residual_dims = (found[loop.primal_counts[1] :] for found in fresh)
-            triples = zip(residuals, residual_dims, places, strict=True)
-            moved += [_jax.move(*v, size, over) for v in triples]
-        leading = 0 if batch is None else 1
-        of = {"inputs": batched.axes.flat[loop.cond_const_count :], "outputs": batched.results}
-
-        def linear_places(side: str, leaves: Active) -> list[int]:
-            return [a + leading for a in kept(of[side], getattr(leaves, side))]
-
-        into = [p for side in ins.split() for p in linear_places(side, moving)]
-        moved += [_jax.move(*v, size, over) for v in zip(linear, linear_dims, into, strict=True)]
-        if lane is None:
-            results = primitive.bind(*moved, **dict(params, loop=batched.loop))
-        else:
-            results = narrowed.derivative(primitive, lane, moved, params)
-        return results, linear_places(outs, active)
-
-    return rule
+    # Tangents and cotangents that differ between lanes need inputs that differ, too.
+    lane = narrowed.linear_lanes(axis, value_dims, **params)
+    if lane is None:
+        batched = _batched_for(loop, axis, value_dims, layout, layout)
+    else:
+        batched = waiting_lanes(lane)
+    moved = batched.map_operands(zip(values, value_dims, strict=True))
+    if has_residuals and lane is None:
+        places = _residual_axes(loop, batched, layout)
+        if params["transpose_only"]:
+            narrowed.check_saved(loop, residual_dims, places)
+        pairs = zip(residual_dims, places, strict=True)
+        apart = any(d is not None and p is None for d, p in pairs)
+        if apart and params["transpose_only"]:
+            # What was saved depends on operands that are missing: give these the axis, too.
+            read = reversal(loop, layout, active).reads
+            values, value_dims = _varying(loop, read, values, value_dims, size)
+            places = [*value_dims, *residual_dims, *linear_dims]
+            return _batch_linear(primitive, axis, [*values, *residuals, *linear], places, **params)
+        if apart:
+            # Lanes that ran one at a time saved in another layout: run them again, together.
+            fresh = _batch_forward(axis, values, value_dims, loop=loop, active=layout)
+            residuals, residual_dims = (found[loop.primal_counts[1] :] for found in fresh)
+        triples = zip(residuals, residual_dims, places, strict=True)
+        moved += [_jax.move(*v, size, over) for v in triples]
+    into, places = narrowed.linear_places(primitive, batched, **params)
+    moved += [_jax.move(*v, size, over) for v in zip(linear, linear_dims, into, strict=True)]
+    if lane is None:
+        return primitive.bind(*moved, **dict(params, loop=batched.loop)), places
+    return narrowed.derivative(primitive, lane, moved, params), places
 
 
-_batch_cotangents = batch_linear(pullback_p, "outputs", "inputs")
 _jax.register_batching(while_p, _batch_while)
 _jax.register_batching(dual_p, _batch_dual)
 _jax.register_batching(forward_p, _batch_forward)
-_jax.register_batching(pushforward_p, batch_linear(pushforward_p, "inputs", "outputs"))
+_jax.register_batching(pushforward_p, ft.partial(_batch_linear, pushforward_p))
 _jax.register_batching(pullback_p, _batch_pullback)
-_jax.register_batching(hessian_p, batch_linear(hessian_p, "outputs inputs", "inputs"))
+_jax.register_batching(hessian_p, ft.partial(_batch_linear, hessian_p))
