@@ -16,7 +16,7 @@ import functools as ft
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,6 @@ from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
 from loopkit._progress.progress import ProgressSettings
-
-
-class PhaseLanes(NamedTuple):
-    """Some lanes, between two phases."""
-
-    carry: list
-    ys: list
-    """The ys, written as far as steps were taken; an empty list before the first phase."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +55,23 @@ class Phases:
     @ft.partial(jax.jit, static_argnums=0, inline=True)
     def run(self, *operands: jax.Array) -> list:
         """Return the results of the loop of all lanes, from its operands."""
-        every = self._from(0, *self._begun(operands))
-        return [*every.carry[: self.one.carry_count - self.bounded], *every.ys]
+        carry, ys = parts(self._from(0, *self._begun(operands)), self.one.carry_count)
+        return [*carry[: len(carry) - self.bounded], *ys]
 
-    def _from(self, number: int, given: Operands, begun: PhaseLanes) -> PhaseLanes:
-        """Run this phase and all later ones; return its lanes as they are after the last."""
-        ended = self._advanced(number, given, begun)
+    def _from(self, number: int, given: Operands, begun: list) -> list:
+        """Run this phase and all later ones; return its lanes as they are after the last.
+
+        Lanes are the carry and the ys, written as far as steps were taken.
+        """
+        ended, axes = self._advanced(number, given, begun), self.whole.results
         if number + 1 == len(self.widths):
             return ended
-        order = jnp.argsort(~self._active(number, given, ended.carry), stable=True)
+        order = jnp.argsort(~self._active(number, given, ended), stable=True)
         on = order[: self.widths[number + 1]]
-        later = self._from(number + 1, self._given(given, on), self._some(ended, on))
-        return self._with(ended, on, later)
+        given = self._given(given, on)
+        some = [_taken(v, on, a) for v, a in zip(ended, axes, strict=True)]
+        later = self._from(number + 1, given, some)
+        return [_put(v, on, a, w) for v, a, w in zip(ended, axes, later, strict=True)]
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         """Return the results of `run` and their tangents; symbolic zeros stay symbolic."""
@@ -90,14 +87,14 @@ class Phases:
         make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
         return self.one.derived((*key, *map(tuple, self.flags)), make)
 
-    def _begun(self, operands: Sequence[Any]) -> tuple[Operands, PhaseLanes]:
-        """Return the operands without the carry, and all lanes before the first step."""
+    def _begun(self, operands: Sequence[Any]) -> tuple[Operands, list]:
+        """Return the operands without the carry, and the carry of all lanes."""
         loop = self.whole.loop
         count = loop.cond_const_count, loop.const_count, loop.carry_count - self.bounded
         cond_consts, consts, carry, xs = parts(operands, *count)
         if self.bounded:
             carry.append(_jax.zeros(loop.carry_types[-1]))
-        return Operands(cond_consts, consts, [], xs), PhaseLanes(carry, [])
+        return Operands(cond_consts, consts, [], xs), carry
 
     def phase(self, number: int) -> Loop:
         """Return the loop of a phase. It runs while more lanes are active than the next one has."""
@@ -129,39 +126,26 @@ class Phases:
         first, last = number == 0, number + 1 == len(self.widths)
         return loop.progress.part(first, last, whole=loop.progress.whole or loop.length)
 
-    def _active(self, number: int, given: Operands, carry: Sequence[Any]) -> Any:
+    def _active(self, number: int, given: Operands, lanes: list) -> Any:
         """Return which lanes are active, or hold an active lane of another axis."""
-        active = is_active(self._of_width(number).loop, given, carry)
+        loop = self._of_width(number).loop
+        active = is_active(loop, given, lanes[: loop.carry_count])
         return active.any(tuple(range(1, active.ndim)))
 
-    def _advanced(self, number: int, given: Operands, left: PhaseLanes) -> PhaseLanes:
+    def _advanced(self, number: int, given: Operands, left: list) -> list:
         """Run a phase, whose own steps and rows begin at zero, and return its lanes."""
         loop, xs = self.phase(number), given.xs
-        begun = left.carry[-1].max() if number and (xs or left.ys) else 0
+        carry, before = parts(left, loop.carry_count)
+        begun = carry[-1].max() if number and (xs or before) else 0
         if number:
             xs = [_rolled(loop, x, -begun, a) for x, a in zip(xs, loop.x_axes, strict=True)]
-        begin = zip(left.carry, loop.carry_types, strict=True)
-        init = [_jax.vary_like(v, [t]) for v, t in begin]
+        init = [_jax.vary_like(v, [t]) for v, t in zip(carry, loop.carry_types, strict=True)]
         operands = [*given.cond_consts, *given.consts, *init, *xs]
         carry, ys = parts(while_p.bind(*operands, loop=loop), loop.carry_count)
         if number:
-            triples = zip(left.ys, ys, loop.y_axes, strict=True)
+            triples = zip(before, ys, loop.y_axes, strict=True)
             ys = [_after(loop, begun, old, y, a) for old, y, a in triples]
-        return PhaseLanes(carry, ys)
-
-    def _some(self, lanes: PhaseLanes, which: jax.Array) -> PhaseLanes:
-        carry = [_taken(v, which, 0) for v in lanes.carry]
-        return PhaseLanes(carry, [_taken(v, which, a) for v, a in self._ys(lanes.ys)])
-
-    def _with(self, lanes: PhaseLanes, which: jax.Array, new: PhaseLanes) -> PhaseLanes:
-        """Return the lanes with some of them replaced."""
-        carry = [_put(v, which, 0, w) for v, w in zip(lanes.carry, new.carry, strict=True)]
-        ys = [_put(v, which, a, w) for (v, a), w in zip(self._ys(lanes.ys), new.ys, strict=True)]
-        return PhaseLanes(carry, ys)
-
-    def _ys(self, ys: Sequence[Any]) -> zip:
-        """Pair ys with the axis of their lanes."""
-        return zip(ys, self.whole.ys, strict=True)
+        return [*carry, *ys]
 
     def _given(self, given: Operands, which: jax.Array) -> Operands:
         """Return the operands of some of the lanes."""
