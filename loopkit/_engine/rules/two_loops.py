@@ -68,17 +68,15 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
     operands, _ = loop.split(primals)
     how = reversal(loop, active)
     rows = _carries(primal_half(loop, active), how.saved, primals)
-    step, axis = StepReversal(how, operands, taken, batch), 0 if batch is None else 1
+    step = StepReversal(how, operands, taken, batch)
     steps = taken.max(initial=0) if loop.lanes else taken
-    x_axes, y_axes = loop.x_axes, kept(loop.y_axes, active.ys)
-    operand_xs = [jnp.moveaxis(v, a, 0) for v, a in zip(operands.xs, x_axes, strict=True)]
-    ct_ys = [jnp.moveaxis(v, a + axis, 0) for v, a in zip(ct_ys, y_axes, strict=True)]
+    xs = [*operands.xs, *rows, *ct_ys]
+    axes = [*loop.x_axes, *[0] * len(rows), *step.axes(loop.y_axes, active.ys)]
     # The row of the last step taken comes first.
     unused = (loop.length - steps) * (-1 if loop.reverse else 1)
-    xs = [*operand_xs, *rows, *ct_ys]
     if loop.cond is not None:
-        xs = [jnp.roll(v, unused, 0) for v in xs]
-    counts = (len(d_consts), len(ct_carry), len(operand_xs), len(rows))
+        xs = [jnp.roll(v, unused, a) for v, a in zip(xs, axes, strict=True)]
+    counts = (len(d_consts), len(ct_carry), len(operands.xs), len(rows))
 
     def back(k: _jax.Whole, *values: jax.Array) -> list:
         d_consts, ct_carry, x, row, ct_y = parts(values, *counts)
@@ -89,9 +87,8 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
 
     start = [0 * steps, *d_consts, *ct_carry]
     types = [jax.typeof(v) for v in start]
-    body, consts = _jax.trace(
-        back, [*types, *(_jax.slice_type(jax.typeof(x)) for x in xs)], "loop_step_back"
-    )
+    slices = [_jax.slice_type(jax.typeof(v), a) for v, a in zip(xs, axes, strict=True)]
+    body, consts = _jax.trace(back, [*types, *slices], "loop_step_back")
     cond, cond_consts = None, []
     if loop.cond is not None:
         cond, cond_consts = _jax.trace(lambda k, *_: [k < steps], types, "loop_goes_back")
@@ -101,8 +98,8 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
         cond_const_count=len(cond_consts),
         consts=(Const(),) * len(consts),
         carry=(CarryLeaf(),) * len(start),
-        xs=(Input(),) * len(xs),
-        ys=(Output(),) * (len(body.out_avals) - len(start)),
+        xs=tuple(map(Input, axes)),
+        ys=tuple(map(Output, step.x_axes)),
         reverse=not loop.reverse,
         min_active_lanes=0,  # all lanes go back together
         masks_itself=False,
@@ -110,9 +107,7 @@ def _two_loops(loop: Loop, active: Active, batch: int | None, *values: jax.Array
     outs = while_p.bind(*cond_consts, *consts, *start, *xs, loop=backward)
     _, d_consts, ct_carry, d_xs = parts(outs, 1, *counts[:2])
     if loop.cond is not None:
-        d_xs = [jnp.roll(v, -unused, 0) for v in d_xs]
-    places = [a + axis for a in kept(x_axes, active.xs)]
-    d_xs = [jnp.moveaxis(v, 0, a) for v, a in zip(d_xs, places, strict=True)]
+        d_xs = [jnp.roll(v, -unused, a) for v, a in zip(d_xs, step.x_axes, strict=True)]
     return [*d_consts, *ct_carry, *d_xs]
 
 
