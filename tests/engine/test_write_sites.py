@@ -99,7 +99,8 @@ def columns(starts, kind=np.int32):
     loop = loop_of(step, [kind(0), np.int32(2), numbers()])
     j = _jax.open_jaxpr(loop.body)
     (eqn,) = [e for e in j.eqns if e.primitive is write_p]
-    return counted_columns(j, eqn.invars[2], loop)
+    found = counted_columns(j, eqn.invars[2], loop)
+    return [None if c is None else (c.leaf, c.offset) for c in found]
 
 
 def test_what_is_added_to_a_counter():

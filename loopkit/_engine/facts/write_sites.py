@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from loopkit import _jax
 from loopkit._buffers.slices import read_p, write_p
 from loopkit._buffers.window import Window
 from loopkit._engine.facts.bounds import KEEPS_VALUE, find_counters, moved_by
-from loopkit._engine.loop import Loop, parts
+from loopkit._engine.loop import Loop
 from loopkit._engine.primitives import while_p
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.integers import FAR, WIDE
@@ -190,34 +190,31 @@ def _ends_by_itself(sites: Sites) -> bool:
 
 def _is_fresh(site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop) -> bool:
     """Return whether a write goes through consecutive rows, and writes none twice."""
-    if site.window.mode != "drop":
-        return False
-    shape, carry = eqn.invars[0].aval.shape, j.invars[loop.const_count :]
-    maker = equations.maker_of(j)
-    columns = counted_columns(j, eqn.invars[2], loop)
-    for axis, column in zip(site.window.axes, columns, strict=True):
-        if column is None or site.window.sizes[axis] != 1:
-            continue
-        leaf, offset = column
-        rows = shape[axis]
+    for axis, column in _counted_rows(site, j, eqn, loop):
+        rows = eqn.invars[0].aval.shape[axis]
         if loop.length is not None and not _jax.is_symbolic(rows) and loop.length <= rows:
             return True  # even if they wrap around
-        up = moved_by(j.outvars[leaf], carry[leaf], maker) == 1
-        if up and _stays_above(site.window, loop.carry[leaf].counter_lower_bound, offset):
+        least = loop.carry[column.leaf].counter_lower_bound
+        if column.by == 1 and _stays_above(site.window, least, column.offset):
             return True
     return False
 
 
 def _told(site: Write, eqn: _jax.Equation, loop: Loop) -> Write:
     """Return the site with its starts, if counters determine these."""
-    starts = _jax.with_outputs(loop.body, [eqn.invars[2]], [True] * len(loop.body.in_avals))
-    used = _jax.used_inputs(starts, [True])
-    consts, carry, xs = parts(used, loop.const_count, loop.carry_count)
-    counts = [by is not None for by in find_counters(loop)]
-    if any(consts) or any(xs) or any(u and not c for u, c in zip(carry, counts, strict=True)):
+    starts, used = _made_from(eqn.invars[2], loop)
+    counters, leaves = find_counters(loop), [i - loop.const_count for i in used]
+    if any(not 0 <= i < loop.carry_count or counters[i] is None for i in leaves):
         return site
-    starts, _ = _jax.dce(starts, [True], used)
-    return replace(site, starts=starts, index_counters=tuple(i for i, u in enumerate(carry) if u))
+    return replace(site, starts=starts, index_counters=tuple(leaves))
+
+
+def _made_from(starts: _jax.Atom, loop: Loop) -> tuple[_jax.Jaxpr, list[int]]:
+    """Return the function from inputs of the body to the starts of slices, and these inputs."""
+    count = len(loop.body.in_avals)
+    made = _jax.with_outputs(loop.body, [starts], [True] * count)
+    made, used = _jax.dce(made, [True], [False] * count)
+    return made, [i for i, u in enumerate(used) if u]
 
 
 def _stays_above(window: Window, least: int | None, offset: int) -> bool:
@@ -263,43 +260,52 @@ def _span_of(eqn: _jax.Equation, site: Inner, leaf: int) -> Span | None:
 
 def _span_of_steps(j: _jax.OpenJaxpr, at: int, site: Write, leaf: int, loop: Loop) -> Span | None:
     """Return the rows that the steps of a loop write, one in each step."""
-    carry, starts = j.invars[loop.const_count :], j.eqns[at].invars[2]
-    for axis, column in zip(site.window.axes, counted_columns(j, starts, loop), strict=True):
-        if column is None or site.window.sizes[axis] != 1 or site.window.mode != "drop":
-            continue
-        counter, offset = column
-        place = loop.const_count + counter
-        if moved_by(j.outvars[counter], carry[counter], equations.maker_of(j)) != 1:
-            continue
-        made = _jax.with_outputs(loop.body, [starts], [True] * len(j.invars))
-        used = _jax.used_inputs(made, [True])
-        if [i for i, u in enumerate(used) if u] == [place]:
-            made, _ = _jax.dce(made, [True], [i == place for i in range(len(used))])
-            before = loop.cond_const_count + place
-            return Span(leaf, site.window, before, counter, offset, made)
+    for _, column in _counted_rows(site, j, j.eqns[at], loop):
+        if column.by == 1:
+            place = loop.const_count + column.leaf
+            starts, used = _made_from(j.eqns[at].invars[2], loop)
+            if used == [place]:
+                before = loop.cond_const_count + place
+                return Span(leaf, site.window, before, column.leaf, column.offset, starts)
     return None
 
 
-def counted_columns(
-    j: _jax.OpenJaxpr, starts: _jax.Atom, loop: Loop
-) -> list[tuple[int, int] | None]:
-    """Return, for each column of the starts of a single slice, the counter that it is, or None.
+class Column(NamedTuple):
+    """A counter that is a column of the starts of slices."""
 
-    A counter is given as its carry leaf, and the number that is added to it.
-    """
+    leaf: int
+    """The carry leaf of the counter."""
+    offset: int
+    """The number that is added to it."""
+    by: int
+    """1 if the counter goes up, -1 if it goes down."""
+
+
+def _counted_rows(
+    site: Write, j: _jax.OpenJaxpr, eqn: _jax.Equation, loop: Loop
+) -> list[tuple[int, Column]]:
+    """Return the axes along which each step writes the row that a counter names."""
+    if site.window.mode != "drop":
+        return []
+    pairs = zip(site.window.axes, counted_columns(j, eqn.invars[2], loop), strict=True)
+    return [(a, c) for a, c in pairs if c is not None and site.window.sizes[a] == 1]
+
+
+def counted_columns(j: _jax.OpenJaxpr, starts: _jax.Atom, loop: Loop) -> list[Column | None]:
+    """Return, for each column of the starts of a single slice, the counter that it is, or None."""
     maker = equations.maker_of(j)
     carry = j.invars[loop.const_count : loop.const_count + loop.carry_count]
     place = {v: i for i, v in enumerate(carry)}
 
-    def counter(v: _jax.Atom) -> tuple[int, int] | None:
+    def counter(v: _jax.Atom) -> Column | None:
         v, offset = _source(v, maker)
         if isinstance(v, _jax.Literal) or v not in place or v.aval.shape != ():
             return None
         dtype = v.aval.dtype
         if not jnp.issubdtype(dtype, jnp.integer) or dtype.itemsize < WIDE:
             return None
-        moves = moved_by(j.outvars[place[v]], v, maker)
-        return (place[v], offset) if moves in (1, -1) else None
+        by = moved_by(j.outvars[place[v]], v, maker)
+        return Column(place[v], offset, by) if by in (1, -1) else None
 
     width, columns, eqn = starts.aval.shape[-1], [starts], maker(starts)
     if width > 1 and eqn is not None and eqn.primitive.name in ("concatenate", "stack"):
