@@ -13,7 +13,6 @@ stores every carry. So without a bound on the steps, custom rules are assumed to
 
 from __future__ import annotations
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, Operands, kept, parts
 from loopkit._engine.passes.dual_loop import active_inputs, dual_loop, replace_active, run_dual
 from loopkit._engine.primitives import define, forward_p, hessian_p
+from loopkit._engine.rules import while_
 from loopkit._engine.rules.two_loops import stored_pullback
 from loopkit._jaxprs import equations
 
@@ -136,10 +136,6 @@ def _reached(loop: Loop, moving: Active, wanted: Active) -> Active:
     return Active(consts, carry, xs, wanted.ys)
 
 
-def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
-    return _jax.jvp_in_moving(ft.partial(evaluate, **params), primals, tangents)
-
-
 def transpose(
     cts: Sequence[Any],
     *operands: Any,
@@ -156,4 +152,4 @@ def transpose(
     return _jax.asked_for(out, operands)
 
 
-define(hessian_p, evaluate, result_types, jvp=jvp, transpose=transpose)
+define(hessian_p, evaluate, result_types, jvp=while_.jvp_of(evaluate), transpose=transpose)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools as ft
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import or_
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ from loopkit._engine.primitives import (
     pushforward_p,
     while_p,
 )
+from loopkit._engine.rules import while_
 from loopkit._engine.rules.hessian import pullback_along
 from loopkit._engine.sweeps import sweeps
 
@@ -93,10 +95,14 @@ def linear_lanes(
     if lanes is None:
         return None
     lane, leaves = lanes.lane, either(active, params.get("moving", active))
-    cond_consts, *flags = lane.flags
-    groups = zip(flags, leaves[:3], strict=True)
-    every = Operands(cond_consts, *([*map(any, zip(*pair, strict=True))] for pair in groups))
-    return replace(lane, loop=lane.loop.without_debug_effects(), flags=every)
+    quiet = lane.loop.without_debug_effects()
+    return replace(lane, loop=quiet, flags=with_leaves(lane.flags, leaves))
+
+
+def with_leaves(flags: Operands, leaves: Active) -> Operands:
+    """Return flags of operands, in which those of some leaves are set, too."""
+    groups = zip(flags[1:], leaves[:3], strict=True)
+    return Operands(flags.cond_consts, *(list(map(or_, *pair)) for pair in groups))
 
 
 def check_saved(loop: Loop, saved: Sequence[Any], places: Sequence[Any]) -> None:
@@ -166,10 +172,6 @@ def result_types(
     return _jax.stack_types(types, batch), loop.effects
 
 
-def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
-    return _jax.jvp_in_moving(ft.partial(evaluate, **params), primals, tangents)
-
-
 def transpose(cts: Sequence[Any], *operands: Any, **params: Any) -> list:
     """Transpose in the linear operands that are unknown."""
     unknown = [_jax.is_undefined(v) for v in operands]
@@ -225,5 +227,5 @@ def linear_places(
     return places(ins, moving or active), places(outs, active)
 
 
-define(narrowed_p, evaluate, result_types, jvp=jvp, transpose=transpose)
+define(narrowed_p, evaluate, result_types, jvp=while_.jvp_of(evaluate), transpose=transpose)
 _jax.register_batching(narrowed_p, _batch)

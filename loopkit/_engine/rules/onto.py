@@ -9,7 +9,6 @@ evaluation treat it as a `pullback` followed by sums.
 
 from __future__ import annotations
 
-import functools as ft
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from loopkit import _jax
 from loopkit._engine.leaves import kept, parts, spread
 from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.primitives import define, pullback_onto_p, pullback_p
+from loopkit._engine.rules import while_
 from loopkit._engine.rules.linear import evaluate_pullback, transpose_pullback, types_of_pullback
 
 Flags = tuple[bool, ...]
@@ -43,20 +43,17 @@ def by_pullback(*operands: Any, onto: Flags, **params: Any) -> list:
     return [ct if s is None else s + ct for s, ct in zip(sums, out, strict=True)]
 
 
-def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
-    return _jax.jvp_in_moving(ft.partial(by_pullback, **params), primals, tangents)
-
-
 def transpose(cts: Sequence[Any], *operands: Any, onto: Flags, **params: Any) -> list:
     sums, others = parts(operands, sum(onto))
     return [*_jax.asked_for(kept(cts, onto), sums), *transpose_pullback(cts, *others, **params)]
 
 
-def batch(
-    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list, list]:
-    return _jax.batched_call(ft.partial(by_pullback, **params), axis, args, dims)
-
-
-define(pullback_onto_p, evaluate, types, jvp=jvp, transpose=transpose, on_cpu=with_scratch)
-_jax.register_batching(pullback_onto_p, batch)
+define(
+    pullback_onto_p,
+    evaluate,
+    types,
+    jvp=while_.jvp_of(by_pullback),
+    transpose=transpose,
+    on_cpu=with_scratch,
+)
+_jax.register_batching(pullback_onto_p, while_.batching_of(by_pullback))

@@ -22,7 +22,7 @@ from loopkit._engine.lanes.batched_loop import Batched, batch_loop, leaves_in_ro
 from loopkit._engine.lanes.many_lanes import waiting_lanes, with_lanes
 from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
-from loopkit._engine.loop import Active, Loop, Operands, kept, parts
+from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.dual_loop import dual_loop
 from loopkit._engine.primitives import (
     dual_p,
@@ -92,48 +92,74 @@ def _batch_forward(
     along: Along | None = None,
     **_: object,
 ) -> tuple:
-    how = reversal(loop, active)
-    stored = active if how.plan.stores_rows else None
-    if along is None:
-        if (lanes := narrowed.lanes_of(loop, axis, dims)) is not None:
-            return narrowed.forward(loop, lanes, args, dims, active)
-        batched = _batched_for(loop, axis, dims, stored, active)
-        values = batched.map_operands(zip(args, dims, strict=True))
-        outs = forward_p.bind(*values, loop=batched.loop, active=active)
-        return outs, [*batched.results, *_residual_axes(loop, batched, active)]
-    params = {"loop": loop, "active": active, "along": along}
-    value_dims = dims[: loop.operand_count]
-    same = _same(loop, axis, value_dims)
-    if same and not any(how.on_host):  # JAX has no lanes of a row on the host
-        return _more_directions(forward_p, axis, args, dims, params)
-    if same or narrowed.lanes_of(loop, axis, value_dims) is not None:
-        return _jax.batched_call(ft.partial(forward.apart, **params), axis, args, dims)
-    batched = _batched_for(loop, axis, value_dims, _leaves(loop, along, stored), active)
-    results = [*batched.results, *_residual_axes(loop, batched, active)]
-    return _along_batched(forward_p, axis, args, dims, params, batched, batched.axes.flat, results)
+    leaves = active if reversal(loop, active).plan.stores_rows else None
+    lanes_of = lambda dims: narrowed.lanes_of(loop, axis, dims)
+
+    def places(batched: Batched) -> tuple[list, list]:
+        return batched.axes.flat, [*batched.results, *_residual_axes(loop, batched, active)]
+
+    if along is not None:
+        params = {"loop": loop, "active": active, "along": along}
+        how = forward.apart, lanes_of, places, leaves
+        return _batch_along(forward_p, *how, axis, args, dims, params)
+    if (lanes := lanes_of(dims)) is not None:
+        return narrowed.forward(loop, lanes, args, dims, active)
+    batched = _batched_for(loop, axis, dims, leaves, active)
+    values = batched.map_operands(zip(args, dims, strict=True))
+    return forward_p.bind(*values, loop=batched.loop, active=active), places(batched)[1]
 
 
 def _batch_pullback(
     axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple:
-    along = params.get("along")
-    if along is None:
+    if params.get("along") is None:
         return _batch_linear(pullback_p, axis, args, dims, **params)
     loop, layout = params["loop"], params["layout"]
-    values = dims[: loop.operand_count]
-    on_host = any(reversal(loop, layout).on_host)
-    if not on_host and _same(loop, axis, dims[: len(along.operands)]):
-        return _more_directions(pullback_p, axis, args, dims, params)
-    by_others = ft.partial(pullback_apart, **params)
-    if _same(loop, axis, values) or narrowed.linear_lanes(axis, values, **params) is not None:
+    lanes_of = lambda dims: narrowed.linear_lanes(axis, dims, **params)
+
+    def places(batched: Batched) -> tuple[list, list]:
+        cts, results = narrowed.linear_places(pullback_p, batched, **params)
+        return [*batched.axes.flat, *_residual_axes(loop, batched, layout), *cts], results
+
+    how = pullback_apart, lanes_of, places, layout
+    return _batch_along(pullback_p, *how, axis, args, dims, params)
+
+
+def _batch_along(
+    primitive: _jax.Primitive,
+    apart: Callable[..., list],
+    lanes_of: Callable[[Sequence[Any]], Any],
+    places: Callable[[Batched], tuple[list, list]],
+    leaves: Active | None,
+    axis: _jax.AxisData,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    params: dict[str, Any],
+) -> tuple[list, list]:
+    """Batch a primitive that has tangents; each of them gets the axis of its value.
+
+    `apart` computes the same with other primitives, for lanes that narrow (`lanes_of`), and for
+    saved values whose layout has no place for the axis. `places` returns the axes of operands and
+    results. `leaves` always have the axis.
+    """
+    loop, along = params["loop"], params["along"]
+    layout, by_others = params.get("layout", params["active"]), ft.partial(apart, **params)
+    values, count = dims[: loop.operand_count], len(along.operands)
+    # JAX has no lanes of a row on the host.
+    if not any(reversal(loop, layout).on_host) and _same(loop, axis, dims[:count]):
+        return _more_directions(primitive, axis, args, dims, params)
+    if _same(loop, axis, values) or lanes_of(values) is not None:
         return _jax.batched_call(by_others, axis, args, dims)
-    batched = _batched_for(loop, axis, values, _leaves(loop, along, layout), layout)
-    cts, results = narrowed.linear_places(pullback_p, batched, **params)
-    places = [*batched.axes.flat, *_residual_axes(loop, batched, layout), *cts]
-    every = [*places, *kept(places, along.operands)]
-    if any(d is not None and p is None for d, p in zip(dims, every, strict=True)):
+    batched = _batched_for(loop, axis, values, _leaves(loop, along, leaves), layout)
+    leading, (into, outs) = along.directions is not None, places(batched)
+    beside = lambda axes, flags: [None if a is None else a + leading for a in kept(axes, flags)]
+    into = [*into, *beside(into, along.operands)]
+    if any(d is not None and a is None for d, a in zip(dims, into, strict=True)):
         return _jax.batched_call(by_others, axis, args, dims)
-    return _along_batched(pullback_p, axis, args, dims, params, batched, places, results)
+    size, over = axis.size, axis.explicit_mesh_axis
+    moved = [_jax.move(v, d, a, size, over) for v, d, a in zip(args, dims, into, strict=True)]
+    found = primitive.bind(*moved, **dict(params, loop=batched.loop))
+    return found, [*outs, *beside(outs, along.results)]
 
 
 def _same(loop: Loop, axis: _jax.AxisData, dims: Sequence[Any]) -> bool:
@@ -189,29 +215,6 @@ def _in_one_batch(
     return [*plain, *(r.reshape(size, batch, *r.shape[1:]) for r in results)]
 
 
-def _along_batched(
-    primitive: _jax.Primitive,
-    axis: _jax.AxisData,
-    args: Sequence[Any],
-    dims: Sequence[Any],
-    params: dict[str, Any],
-    batched: Batched,
-    places: Sequence[Any],
-    results: Sequence[Any],
-) -> tuple[list, list]:
-    """Return results and tangents of the batched loop; each tangent has the axis of its value."""
-    along: Along = params["along"]
-    leading, count = along.directions is not None, params["loop"].operand_count
-    beside = lambda axes, flags: [None if a is None else a + leading for a in kept(axes, flags)]
-    into = [*places, *beside(places, along.operands)]
-    pairs = list(zip(args, dims, strict=True))
-    moved = batched.map_operands(pairs[:count])
-    for (value, dim), place in zip(pairs[count:], into[count:], strict=True):
-        moved.append(_jax.move(value, dim, place, axis.size, axis.explicit_mesh_axis))
-    outs = primitive.bind(*moved, **dict(params, loop=batched.loop))
-    return outs, [*results, *beside(results, along.results)]
-
-
 def _batched_for(
     loop: Loop, axis: _jax.AxisData, dims: Sequence[Any], leaves: Active | None, layout: Active
 ) -> Batched:
@@ -219,13 +222,10 @@ def _batched_for(
 
     `dims` has the position of the axis in each operand. All of `leaves`, if given, get the axis.
     """
-    places = loop.split(dims)[0]
-    flags, ys = Operands(*([d is not None for d in p] for p in places)), None
+    flags, ys = loop.split([d is not None for d in dims])[0], None
     if leaves is not None:
-        pairs = zip(flags[1:], leaves[:3], strict=True)
-        forced = ([f or a for f, a in zip(*pair, strict=True)] for pair in pairs)
-        flags, ys = Operands(flags.cond_consts, *forced), leaves.ys
-    in_rows = leaves_in_rows(loop, axis, places.init)
+        flags, ys = narrowed.with_leaves(flags, leaves), leaves.ys
+    in_rows = leaves_in_rows(loop, axis, loop.split(dims)[0].init)
     key = ("batched for", axis, *map(tuple, flags), ys, layout, in_rows, waiting.value)
 
     def make() -> Batched:

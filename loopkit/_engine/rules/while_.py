@@ -13,7 +13,7 @@ more.
 from __future__ import annotations
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,24 @@ from loopkit._engine.passes.dual_loop import open_dual, taylor
 from loopkit._engine.passes.unused import prune
 from loopkit._engine.primitives import define, dual_p, evaluated_p, while_p
 from loopkit._jaxprs.dataflow import fixed_point
+
+
+def jvp_of(fun: Callable[..., list]) -> Callable:
+    """Return the JVP rule of a primitive that computes `fun(*operands, **params)`."""
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list, list]:
+        return _jax.jvp_in_moving(ft.partial(fun, **params), primals, tangents)
+
+    return rule
+
+
+def batching_of(fun: Callable[..., list]) -> Callable:
+    """Return the vmap rule of a primitive that computes `fun(*operands, **params)`."""
+
+    def rule(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+        return _jax.batched_call(ft.partial(fun, **params), axis, args, dims)
+
+    return rule
 
 
 def evaluate(*operands: jax.Array, loop: Loop) -> list:
@@ -123,23 +141,11 @@ def _jaxpr_types(*_: object, jaxpr: _jax.Jaxpr, **__: object) -> tuple[list, Any
     return list(jaxpr.out_avals), jaxpr.effects
 
 
-def _jvp_of_jaxpr(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[list, list]:
-    return _jax.jvp_in_moving(ft.partial(_evaluate_jaxpr, **params), primals, tangents)
-
-
-def _batch_jaxpr(
-    axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list, list]:
-    return _jax.batched_call(ft.partial(_evaluate_jaxpr, **params), axis, args, dims)
-
-
 _jax.define(
     evaluated_p,
     _evaluate_jaxpr,
     _jaxpr_types,
-    jvp=_jvp_of_jaxpr,
+    jvp=jvp_of(_evaluate_jaxpr),
     on_cpu=with_scratch,
 )
-_jax.register_batching(evaluated_p, _batch_jaxpr)
+_jax.register_batching(evaluated_p, batching_of(_evaluate_jaxpr))
