@@ -109,6 +109,11 @@ def _dual_cond(loop: Loop, cond: _jax.Jaxpr, tangents: Sequence[Any]) -> _jax.Ja
     return _jax.trace_closed(of_values, [*cond.in_avals, *tangents], "dual_cond")
 
 
+def bind_dual(dual: Rewritten, operands: Sequence[Any]) -> list:
+    """Return the results and tangents that a dual loop computes."""
+    return dual.map_results(while_p.bind(*dual.map_operands(operands), loop=dual.loop))
+
+
 def run_dual(
     loop: Loop, primals: Sequence[Any], tangents: Sequence[Any], active: Active, batch: int | None
 ) -> list:
@@ -119,9 +124,7 @@ def run_dual(
     dual = dual_loop(loop, active)
 
     def run(*tangents: jax.Array) -> list:
-        operands = dual.map_operands([*primals, *tangents])
-        outs = dual.map_results(while_p.bind(*operands, loop=dual.loop))
-        return outs[loop.primal_counts[1] :]
+        return bind_dual(dual, [*primals, *tangents])[loop.primal_counts[1] :]
 
     return run(*tangents) if batch is None else jax.vmap(run)(*tangents)
 
@@ -151,7 +154,7 @@ def taylor(
     inputs = kept(series[loop.cond_const_count :], active.inputs)
     pairs = zip(inputs, loop.input_types(active), strict=True)
     moving = chain.from_iterable(_terms(s, t, order) for s, t in pairs)
-    outs = new.map_results(while_p.bind(*new.map_operands([*primals, *moving]), loop=new.loop))
+    outs = bind_dual(new, [*primals, *moving])
     results, *terms = parts(outs, loop.primal_counts[1], *[order] * sum(active.outputs))
     found = iter(terms)
     return results, [next(found) if moves else None for moves in active.outputs]

@@ -37,7 +37,8 @@ from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.memory import check_host_memory
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.passes.dual_loop import dual_loop, taylor
+from loopkit._engine.passes.dual_loop import bind_dual, dual_loop, taylor
+from loopkit._engine.passes.unused import Pruned
 from loopkit._engine.primitives import (
     PARTIAL_EVAL_RULES,
     define,
@@ -67,14 +68,8 @@ def types_of_dual(*_: object, loop: Loop, active: Active) -> tuple[list, Any]:
     return [*loop.result_types, *loop.output_types(active)], loop.effects
 
 
-def jvp_of_dual(
-    primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop, active: Active
-) -> tuple[list, list]:
-    dual = dual_loop(loop, active)
-    outs, moved = while_.jvp(
-        dual.map_operands(primals), dual.map_operands(tangents), loop=dual.loop
-    )
-    return dual.map_results(outs), dual.map_results(moved)
+def by_loop(*operands: Any, loop: Loop, active: Active) -> list:
+    return bind_dual(dual_loop(loop, active), operands)
 
 
 def taylor_of_dual(
@@ -123,7 +118,7 @@ define(
     dual_p,
     evaluate_dual,
     types_of_dual,
-    jvp=jvp_of_dual,
+    jvp=while_.jvp_of(by_loop),
     taylor=taylor_of_dual,
     dce=dce_dual,
     on_cpu=with_scratch,
@@ -140,13 +135,18 @@ def evaluate(
 ) -> list:
     how = reversal(loop, active)
     if along is None:
-        return _swept_for(loop, how, operands, unread)
+        few = how.prune_results([not u for u in unread]) if any(unread) else None
+        if few is None:
+            return _swept(how, loop, operands)
+        results, residuals = _pruned(how, few, few.map_operands(operands))
+        pairs = zip(results, loop.result_types, strict=True)
+        return [*(_jax.zeros(t) if v is None else v for v, t in pairs), *residuals]
     half = primal_half(loop, active)
     run = half.derived("held predicate", lambda: _with_held_predicate(half))
 
     def swept(*given: Any) -> list:
         values, stacks = parts(given, loop.operand_count)
-        return _swept(loop, how, run, values, stacks)
+        return _swept(how, run, values, stacks)
 
     # Tangents of saved values are also written before they are read.
     stacks, moved = sweeps(how).blank_stacks(), sweeps(how).blank_stacks()
@@ -156,15 +156,11 @@ def evaluate(
     return within.evaluate(swept, [*values, *stacks, *tangents], kept(moved, moving))
 
 
-def _swept_for(loop: Loop, how: Reversal, operands: Sequence[Any], unread: Sequence[bool]) -> list:
-    """Run the forward sweep without what only unread results need; return zeros for them."""
-    few = how.prune_results([not u for u in unread]) if any(unread) else None
-    if few is None:
-        return _swept(loop, how, loop, operands)
-    outs = _swept(loop, how.pruned(few), few.loop, few.map_operands(operands))
+def _pruned(how: Reversal, few: Pruned, operands: Sequence[Any]) -> tuple[list, list]:
+    """Return the results, None for those that are pruned, and what the forward sweep saves."""
+    outs = _swept(how.pruned(few), few.loop, operands)
     found, residuals = parts(outs, few.loop.primal_counts[1])
-    pairs = zip(few.map_results(found), loop.result_types, strict=True)
-    return [*(_jax.zeros(t) if v is None else v for v, t in pairs), *residuals]
+    return few.map_results(found), residuals
 
 
 def _with_held_predicate(loop: Loop) -> Loop:
@@ -177,18 +173,14 @@ def _with_held_predicate(loop: Loop) -> Loop:
 
 
 def _swept(
-    loop: Loop,
-    how: Reversal,
-    run: Loop,
-    operands: Sequence[Any],
-    stacks: Sequence[Any] | None = None,
+    how: Reversal, loop: Loop, operands: Sequence[Any], stacks: Sequence[Any] | None = None
 ) -> list:
-    """Run the forward sweep of `run`: the loop, or the part of it that is needed."""
+    """Run the forward sweep of a loop, or of the part of it that is needed."""
     with jax.named_scope(f"loopkit.{loop.name}.forward"):
         if any(how.on_host):
             check_host_memory(loop.name)
         both = sweeps(how)
-        outs = both.forward(run, run.split(operands)[0], stacks)
+        outs = both.forward(loop, loop.split(operands)[0], stacks)
         last = zip(outs[-2:], both.residual_types[-2:], strict=True)
         return [*outs[:-2], *(_jax.vary_like(v, [t]) for v, t in last)]
 
@@ -206,9 +198,8 @@ def runs_with(
         return None
 
     def run(*operands: jax.Array) -> list:
-        outs = _swept(loop, how.pruned(few), few.loop, operands)
-        found, residuals = parts(outs, few.loop.primal_counts[1])
-        return kept([*few.map_results(found), *residuals], used)
+        found, residuals = _pruned(how, few, operands)
+        return kept([*found, *residuals], used)
 
     return few.operands, run
 

@@ -42,9 +42,8 @@ from loopkit._engine.facts.activity import cotangent_activity, linear_activity
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.passes.dual_loop import dual_loop, run_dual
+from loopkit._engine.passes.dual_loop import run_dual
 from loopkit._engine.primitives import READS, define, pullback_onto_p, pullback_p, pushforward_p
-from loopkit._engine.rules import while_
 from loopkit._engine.rules.along import (
     Along,
     moved_by_forward,
@@ -148,14 +147,8 @@ def jvp_of_pushforward(
     if not any(_jax.nonzero(t_values[loop.cond_const_count :])):
         return out, flowing
     quiet = loop.without_debug_effects()
-    if params["batch"] is None:
-        dual = dual_loop(quiet, active)
-        still = [_jax.float0_zero(jax.typeof(t)) for t in linear]
-        at, moves = dual.map_operands([*values, *linear]), dual.map_operands([*t_values, *still])
-        second = dual.map_results(while_.jvp(at, moves, loop=dual.loop)[1])[loop.primal_counts[1] :]
-    else:
-        tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
-        second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
+    tangents_at = lambda *at: run_dual(quiet, at, linear, active, params["batch"])
+    second = _jax.jvp_in_moving(tangents_at, values, t_values)[1]
     return out, list(map(_jax.add_tangents, flowing, second))
 
 

@@ -25,7 +25,7 @@ from loopkit._engine.lanes.phases import phases_of
 from loopkit._engine.leaves import spread
 from loopkit._engine.loop import Loop, kept, parts
 from loopkit._engine.lowering.scratch import with_scratch
-from loopkit._engine.passes.dual_loop import open_dual, taylor
+from loopkit._engine.passes.dual_loop import bind_dual, open_dual, taylor
 from loopkit._engine.passes.unused import prune
 from loopkit._engine.primitives import define, dual_p, evaluated_p, while_p
 from loopkit._jaxprs.dataflow import fixed_point
@@ -67,10 +67,7 @@ def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple
     moving = list(map(_jax.instantiate, kept(tangents[loop.cond_const_count :], active.inputs)))
     if any(map(_jax.is_tracer, _jax.jvp_jaxpr(loop.body, active.inputs)[0].consts)):
         # Rules in the body close over values of a trace, which become operands.
-        dual = open_dual(loop, active)
-        outs = dual.map_results(
-            while_p.bind(*dual.map_operands([*primals, *moving]), loop=dual.loop)
-        )
+        outs = bind_dual(open_dual(loop, active), [*primals, *moving])
     else:
         outs = dual_p.bind(*primals, *moving, loop=loop, active=active)
     results, tangents = parts(outs, loop.primal_counts[1])
