@@ -11,7 +11,7 @@ writes is then contiguous in memory, as in the ys of a scan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from loopkit import _jax
 from loopkit._engine.facts.write_sites import writes_rows
 from loopkit._engine.lanes.going_together import reads_other_lanes
 from loopkit._engine.lanes.predicates import ended_in_each_lane
-from loopkit._engine.loop import Input, Loop, Operands, Rewritten, parts
+from loopkit._engine.loop import Input, Loop, Operands, parts
 
 MANY_LANES = 8
 """The fewest lanes for which rows are contiguous. Processors prefetch from fewer pieces anyway."""
@@ -33,20 +33,24 @@ It decides how loops inside a step are batched, so it is in the key of every cac
 
 
 @dataclass(frozen=True)
-class Batched(Rewritten):
-    """A batched loop.
+class Batched:
+    """A batched loop."""
 
-    `map_operands` takes pairs, and `map_results` returns pairs: a value of the original loop, and
-    the position of the new axis in it, or None.
-    """
-
+    loop: Loop
+    axis: _jax.AxisData
     axes: Operands
-    """The position of the new axis in each operand of the batched loop."""
+    """The position of the new axis in each operand, or None."""
     ys: list
 
     @property
     def results(self) -> list:
         return [*self.axes.init, *self.ys]
+
+    def map_operands(self, given: Iterable[tuple]) -> list:
+        """Return the operands, from pairs: a value, and the position of the new axis in it."""
+        size, over = self.axis.size, self.axis.explicit_mesh_axis
+        places = zip(given, self.axes.flat, strict=True)
+        return [_jax.move(v, d, a, size, over) for (v, d), a in places]
 
 
 def batch_loop(
@@ -126,17 +130,7 @@ def _batch_loop(
     )
     x_places, y_places = stacked(x_axes, loop.x_axes), stacked(y_axes, loop.y_axes)
     axes = Operands(places_at(batched.cond_consts, 0), const_axes, carry_axes, x_places)
-    return _rewritten(new_loop, axis, axes, y_places)
-
-
-def _rewritten(loop: Loop, axis: _jax.AxisData, axes: Operands, ys: list) -> Batched:
-    pairs = lambda values, places: list(zip(values, places, strict=True))
-    over = axis.explicit_mesh_axis
-    map_operands = lambda given: [
-        _jax.move(v, d, a, axis.size, over) for (v, d), a in pairs(given, axes.flat)
-    ]
-    map_results = lambda results, _=(): pairs(results, [*axes.init, *ys])
-    return Batched(loop, map_operands, map_results, axes, ys)
+    return Batched(new_loop, axis, axes, y_places)
 
 
 def places_at(flags: Sequence[bool], place: int) -> list[int | None]:
