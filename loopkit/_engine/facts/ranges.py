@@ -109,17 +109,16 @@ def _counted(loop: Loop, of: Operands) -> dict[int, Range]:
     """Return the range of each counter at the start of a step, as far as limits are known."""
     if loop.lanes:
         return {}  # a lane that has stopped may be anywhere
-    if loop.cond is not None:
-        first = loop.cond_const_count
-        limits = () if loop.flag is not None else limits_in(loop).found
-        found = {limit.counter - first: limit.inside(asked(loop, of)) for limit in limits}
-        return {i: r for i, r in found.items() if r.is_known}
-    last = loop.length - 1 if isinstance(loop.length, int) and loop.length else 0
     found = {}
-    for i, (by, start) in enumerate(zip(find_counters(loop), of.init, strict=True)):
-        if by is not None and start.is_known and isinstance(loop.length, int):
-            end = Range(start.low + last * by, start.high + last * by)
-            found[i] = within(join([start, end]), loop.carry_types[i].dtype)
+    if loop.cond is None and isinstance(loop.length, int):
+        last = max(loop.length - 1, 0)
+        for i, (by, start) in enumerate(zip(find_counters(loop), of.init, strict=True)):
+            if by is not None and start.is_known:
+                end = Range(start.low + last * by, start.high + last * by)
+                found[i] = within(join([start, end]), loop.carry_types[i].dtype)
+    elif loop.cond is not None and loop.flag is None:
+        for limit in limits_in(loop).found:
+            found[limit.counter - loop.cond_const_count] = limit.inside(asked(loop, of))
     return {i: r for i, r in found.items() if r.is_known}
 
 

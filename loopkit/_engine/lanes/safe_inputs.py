@@ -36,8 +36,10 @@ class EveryInput:
     """The inputs of a step of a loop without lanes, all of which are safe."""
 
     consts: list
-    shared = False
-    buffers: tuple[bool, ...] = ()
+    shared: bool = False
+    """Whether lanes share slices."""
+    buffers: Sequence[bool] = ()
+    """Which carry leaves are buffers, selected slice by slice."""
 
     def apart_from_carry(self, _: None, x: list) -> tuple[list, list]:
         return self.consts, x
@@ -56,57 +58,6 @@ class EveryInput:
 class HeldInputs(EveryInput):
     """The inputs that a stopped lane holds, if other lanes read them, safe or not."""
 
-    def hold(self, active: Any, new: list, *others: Any) -> list:
-        old, *rest = others
-        old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
-        return hold(active, new, old, *rest)
-
-
-@dataclass(frozen=True)
-class SafeInputs:
-    """Inputs of a step at which its derivative may be evaluated, in every lane."""
-
-    loop: Loop
-    consts: list
-    carry: list
-    """A carry at which each lane is active; empty if lanes share slices."""
-    x: list
-    """The slices that belong to that carry."""
-    shared: bool
-    """Whether lanes share slices."""
-    flags: list[bool]
-    """Which carry leaf says whether a step is active."""
-    buffers: list[bool]
-    """Which carry leaves are buffers, selected slice by slice."""
-
-    @staticmethod
-    def of(
-        loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
-    ) -> SafeInputs | HeldInputs:
-        """Make the inputs for a loop with lanes; `active` marks those that take any step.
-
-        `step` takes the constants, the `saved` leaves of the carry, and the slices.
-        """
-        if loop.reads_lanes:
-            return HeldInputs(operands.consts)
-        shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
-        substitute = _substitution(active)
-        consts = _each(substitute, operands.consts, loop.const_lanes)
-        flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
-        if shared:
-            return SafeInputs(loop, consts, [], [], shared, flags, [False] * len(flags))
-        buffers = enumerate(kept(loop.is_buffer, saved), loop.const_count)
-        buffers = [has and is_sliced(step, i) for i, has in buffers]
-        carry = list(map(substitute, kept(operands.init, saved)))
-        x = list(map(substitute, read_slices(loop, operands, jnp.int32(0))))
-        return SafeInputs(loop, consts, carry, x, shared, flags, buffers)
-
-    def call(self, step: _jax.Jaxpr, active: jax.Array, consts: list, carry: list, x: list) -> list:
-        """Return the results of a step at inputs that the other methods returned."""
-        first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
-        places = {i: v for i, (has, v) in first if has}
-        return call_sliced(step, [*consts, *carry, *x], places, active)
-
     def hold(
         self,
         active: jax.Array,
@@ -118,6 +69,47 @@ class SafeInputs:
         """Return new values in active lanes, old values in the others; `old` is None for zeros."""
         old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
         return hold(active, new, old, is_buffer, leading)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafeInputs(HeldInputs):
+    """Inputs of a step at which its derivative may be evaluated, in every lane."""
+
+    loop: Loop
+    flags: list[bool]
+    """Which carry leaf says whether a step is active."""
+    carry: list
+    """A carry at which each lane is active; empty if lanes share slices."""
+    x: list
+    """The slices that belong to that carry."""
+
+    @staticmethod
+    def of(
+        loop: Loop, operands: Operands, active: jax.Array, saved: Sequence[bool], step: _jax.Jaxpr
+    ) -> HeldInputs:
+        """Make the inputs for a loop with lanes; `active` marks those that take any step.
+
+        `step` takes the constants, the `saved` leaves of the carry, and the slices.
+        """
+        if loop.reads_lanes:
+            return HeldInputs(operands.consts)
+        shared = any(n < len(loop.lanes) for n in loop.xs_lanes)
+        substitute = _substitution(active)
+        consts = _each(substitute, operands.consts, loop.const_lanes)
+        flags = kept([i == loop.flag for i in range(loop.carry_count)], saved)
+        buffers, carry, x = [False] * len(flags), [], []
+        if not shared:
+            places = enumerate(kept(loop.is_buffer, saved), loop.const_count)
+            buffers = [has and is_sliced(step, i) for i, has in places]
+            carry = list(map(substitute, kept(operands.init, saved)))
+            x = list(map(substitute, read_slices(loop, operands, jnp.int32(0))))
+        return SafeInputs(consts, shared, buffers, loop=loop, flags=flags, carry=carry, x=x)
+
+    def call(self, step: _jax.Jaxpr, active: jax.Array, consts: list, carry: list, x: list) -> list:
+        """Return the results of a step at inputs that the other methods returned."""
+        first = enumerate(zip(self.buffers, self.carry, strict=False), len(consts))
+        places = {i: v for i, (has, v) in first if has}
+        return call_sliced(step, [*consts, *carry, *x], places, active)
 
     def apart_from_carry(self, active: jax.Array, x: list) -> tuple[list, list]:
         """Return constants and slices at which each lane is active."""

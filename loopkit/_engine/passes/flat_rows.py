@@ -66,25 +66,23 @@ class Rows(NamedTuple):
 
 def flat_rows(loop: Loop) -> Loop | Rewritten:
     """Return the loop over flat rows; constants and carry leaves of their shape are vectors."""
-    consts = [_count(loop, t, i) for i, t in enumerate(loop.const_types)]
-    leaves = zip(loop.carry_types, loop.carry, strict=True)
+    types = [*loop.const_types, *loop.carry_types]
     # An enclosing loop decides about its own buffers.
-    carry = [
-        _count(loop, t, loop.const_count + i) if leaf.buffer and not leaf.outer else 0
-        for i, (t, leaf) in enumerate(leaves)
-    ]
-    if not any(consts) and not any(carry):
+    own = [True] * loop.const_count + [leaf.buffer and not leaf.outer for leaf in loop.carry]
+    pairs = enumerate(zip(types, own, strict=True))
+    found = [_count(loop, t, i) if is_own else 0 for i, (t, is_own) in pairs]
+    if not any(found):
         return loop
-    pairs = zip([*loop.const_types, *loop.carry_types], [*consts, *carry], strict=True)
-    rows = {t.shape[-n:] for t, n in pairs if n}
-    of_row = lambda t, n: n or (t.ndim if t.shape in rows and _has_numbers(t) else 0)
-    consts = tuple(map(of_row, loop.const_types, consts))
-    triples = zip(loop.carry_types, carry, loop.is_buffer, strict=True)
-    carry = tuple(n if buffer else of_row(t, n) for t, n, buffer in triples)
-    counts = [*[0] * loop.cond_const_count, *consts, *carry, *[0] * loop.xs_count]
+    rows = {t.shape[-n:] for t, n in zip(types, found, strict=True) if n}
+    of_row = lambda t: t.ndim if t.shape in rows and _has_numbers(t) else 0
+    buffers = [False] * loop.const_count + list(loop.is_buffer)
+    triples = zip(types, found, buffers, strict=True)
+    counts = tuple(n if n or is_buffer else of_row(t) for t, n, is_buffer in triples)
+    carry = counts[loop.const_count :]
 
     def map_operands(operands: Sequence[Any]) -> list:
-        pairs = zip(operands, counts, strict=True)
+        every = [*[0] * loop.cond_const_count, *counts, *[0] * loop.xs_count]
+        pairs = zip(operands, every, strict=True)
         return [v.reshape(_merged(v.shape, n)) if n else v for v, n in pairs]
 
     def map_results(results: Sequence[Any], _: object = ()) -> list:
@@ -92,7 +90,7 @@ def flat_rows(loop: Loop) -> Loop | Rewritten:
         triples = zip(final, carry, loop.carry_types, strict=True)
         return [*(v.reshape(t.shape) if n else v for v, n, t in triples), *ys]
 
-    return Rewritten(_over(loop, consts, carry), map_operands, map_results)
+    return Rewritten(_over(loop, counts), map_operands, map_results)
 
 
 def _merged(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -116,10 +114,10 @@ def _has_numbers(kind: Any) -> bool:
     return jnp.issubdtype(kind.dtype, jnp.number) and not _jax.is_spread(kind)
 
 
-def _over(loop: Loop, consts: Counts, carry: Counts) -> Loop:
+def _over(loop: Loop, counts: Counts) -> Loop:
     """Return the loop in which some constants and carry leaves have flat rows."""
-    none, ys = [0] * loop.xs_count, [0] * loop.ys_count
-    body = _flattened(loop.body, [*consts, *carry, *none], [*carry, *ys])
+    carry, none = counts[loop.const_count :], [0] * loop.xs_count
+    body = _flattened(loop.body, [*counts, *none], [*carry, *[0] * loop.ys_count])
     cond = loop.cond
     if cond is not None:
         cond = _flattened(cond, [*[0] * loop.cond_const_count, *carry], [0])
@@ -305,8 +303,8 @@ def _gathered(rows: Rows, starts: jax.Array, params: dict) -> Any:
 
 def _loop_on_rows(loop: Loop, ins: list) -> list:
     tails = loop.split([v.tail if isinstance(v, Rows) else () for v in ins])[0]
-    consts, carry = (tuple(map(len, group)) for group in (tails.consts, tails.init))
-    flat = loop.derived(("on rows", consts, carry), lambda: _over(loop, consts, carry))
+    counts = tuple(map(len, [*tails.consts, *tails.init]))
+    flat = loop.derived(("on rows", counts), lambda: _over(loop, counts))
     outs = while_p.bind(*(v.value if isinstance(v, Rows) else v for v in ins), loop=flat)
     pairs = zip(outs, [*tails.init, *[()] * loop.ys_count], strict=True)
     return [Rows(v, tail, True) if tail else v for v, tail in pairs]
