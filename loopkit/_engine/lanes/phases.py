@@ -25,8 +25,7 @@ from loopkit import _jax
 from loopkit._engine.lanes.batched_loop import Batched, batch_loop, waiting
 from loopkit._engine.lanes.many_lanes import widths
 from loopkit._engine.lanes.predicates import counted, ended_in_each_lane
-from loopkit._engine.leaves import spread
-from loopkit._engine.loop import Loop, Operands, kept, parts
+from loopkit._engine.loop import Loop, Operands, parts
 from loopkit._engine.primitives import while_p
 from loopkit._engine.steps import is_active
 from loopkit._plans.budget import for_phases
@@ -75,17 +74,7 @@ class Phases:
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         """Return the results of `run` and their tangents; symbolic zeros stay symbolic."""
-        moving, jaxpr = _jax.nonzero(tangents), self.traced(list(map(jax.typeof, primals)))
-        dual, moved = _jax.jvp_jaxpr(jaxpr, moving)
-        results, found = parts(_called(dual, *primals, *kept(tangents, moving)), len(moved))
-        zeros = list(map(_jax.float0_zero, jaxpr.out_avals))
-        return results, spread(found, moved, zeros)
-
-    def traced(self, types: Sequence[Any]) -> _jax.Jaxpr:
-        """Return `run` as a jaxpr, for operands of these types."""
-        key = ("phases traced", self.widths, tuple(types), _jax.trace_context())
-        make = lambda: _jax.trace_closed(lambda *values: self.run(*values), types, "loop_phases")
-        return self.one.derived((*key, *map(tuple, self.flags)), make)
+        return _jax.jvp_in_moving(self.run, primals, tangents)
 
     def _begun(self, operands: Sequence[Any]) -> tuple[Operands, list]:
         """Return the operands without the carry, and the carry of all lanes."""
@@ -153,11 +142,6 @@ class Phases:
         of = lambda v, axis: v if axis is None else _taken(v, which, axis)
         consts, own, _, xs = ([*map(of, vs, axes)] for vs, axes in groups)
         return Operands(consts, own, [], xs)
-
-
-@ft.partial(jax.jit, static_argnums=0, inline=True)
-def _called(jaxpr: _jax.Jaxpr, *values: jax.Array) -> list:
-    return _jax.call_jaxpr(jaxpr)(*values)
 
 
 def phases_of(loop: Loop) -> Phases | None:

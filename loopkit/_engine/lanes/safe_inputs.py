@@ -41,16 +41,24 @@ class EveryInput:
     buffers: Sequence[bool] = ()
     """Which carry leaves are buffers, selected slice by slice."""
 
-    def apart_from_carry(self, _: None, x: list) -> tuple[list, list]:
+    def apart_from_carry(self, active: Any, x: list) -> tuple[list, list]:
         return self.consts, x
 
-    def carries(self, _: None, carry: list) -> list:
+    def carries(self, active: Any, carry: list) -> list:
         return carry
 
-    def call(self, step: _jax.Jaxpr, _: None, consts: list, carry: list, x: list) -> list:
+    def call(self, step: _jax.Jaxpr, active: Any, consts: list, carry: list, x: list) -> list:
         return list(_jax.call_jaxpr(step)(*consts, *carry, *x))
 
-    def hold(self, active: Any, new: list, *_: Any) -> list:
+    def hold(
+        self,
+        active: Any,
+        new: list,
+        old: Sequence[Any] | None,
+        is_buffer: Sequence[bool] = (),
+        leading: int = 0,
+    ) -> list:
+        """Return new values in active lanes, old values in the others; `old` is None for zeros."""
         return new
 
 
@@ -58,15 +66,7 @@ class EveryInput:
 class HeldInputs(EveryInput):
     """The inputs that a stopped lane holds, if other lanes read them, safe or not."""
 
-    def hold(
-        self,
-        active: jax.Array,
-        new: list,
-        old: Sequence[Any] | None,
-        is_buffer: Sequence[bool] = (),
-        leading: int = 0,
-    ) -> list:
-        """Return new values in active lanes, old values in the others; `old` is None for zeros."""
+    def hold(self, active: Any, new: list, old: Any, is_buffer: Any = (), leading: int = 0) -> list:
         old = [_jax.zeros(jax.typeof(v)) for v in new] if old is None else old
         return hold(active, new, old, is_buffer, leading)
 
