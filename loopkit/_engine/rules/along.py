@@ -95,6 +95,17 @@ def without_tangents(eqn: _jax.Equation) -> Any:
     return _jax.new_equation(eqn, eqn.primitive, *ends, params)
 
 
+def dce_tangents(
+    used: list[bool], eqn: _jax.Equation, dce: Callable[[list[bool], Any], tuple[list[bool], Any]]
+) -> tuple[list[bool], Any]:
+    """Remove tangents if none is used, and then what `dce(used, equation)` removes."""
+    operands, results = map(len, eqn.params["along"][:2])
+    if any(used[results:]):
+        return [True] * len(eqn.invars), eqn
+    needed, plain = dce(used[:results], without_tangents(eqn))
+    return [*needed, *[False] * (len(eqn.invars) - operands)], plain
+
+
 def moving(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[bool, ...]:
     """Return which values are differentiable, with tangents that are not symbolically zero."""
     pairs = zip(map(jax.typeof, values), _jax.nonzero(tangents), strict=True)

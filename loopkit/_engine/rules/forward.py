@@ -50,6 +50,7 @@ from loopkit._engine.primitives import (
 from loopkit._engine.rules import while_
 from loopkit._engine.rules.along import (
     Along,
+    dce_tangents,
     moved_by_forward,
     moving,
     splits,
@@ -57,11 +58,6 @@ from loopkit._engine.rules.along import (
 )
 from loopkit._engine.rules.linear import linear_params
 from loopkit._engine.sweeps import sweeps
-
-
-def evaluate_dual(*operands: jax.Array, loop: Loop, active: Active) -> list:
-    dual = dual_loop(loop, active)
-    return dual.map_results(while_.evaluate(*dual.map_operands(operands), loop=dual.loop))
 
 
 def types_of_dual(*_: object, loop: Loop, active: Active) -> tuple[list, Any]:
@@ -116,7 +112,7 @@ def dce_dual(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
 
 define(
     dual_p,
-    evaluate_dual,
+    by_loop,
     types_of_dual,
     jvp=while_.jvp_of(by_loop),
     taylor=taylor_of_dual,
@@ -262,22 +258,16 @@ def dce(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
 
     Unread results, such as stacked ys, are marked and not removed: other rules count all results.
     """
-    loop, along = eqn.params["loop"], eqn.params.get("along")
-    operands, results = loop.primal_counts
-    every = [True] * len(eqn.invars)
-    if along is None:
-        if any(used[results:]):
-            whole = loop.effects or loop.shows or reversal(loop, eqn.params["active"]).undo
-            if whole or all(used[:results]):
-                return every, eqn
-            unread = tuple(not u for u in used[:results])
-            return every, eqn.replace(params=eqn.params | {"unread": unread})
+    if "along" in eqn.params:
+        return dce_tangents(used, eqn, dce)
+    loop, results = eqn.params["loop"], eqn.params["loop"].primal_counts[1]
+    if not any(used[results:]):
         return while_.dce(used[:results], known_equation(eqn))
-    count = len(along.results)
-    if not any(used[count:]):
-        needed, plain = dce(used[:count], without_tangents(eqn))
-        return [*needed, *[False] * (len(every) - operands)], plain
-    return every, eqn
+    whole = loop.effects or loop.shows or reversal(loop, eqn.params["active"]).undo
+    if not whole and not all(used[:results]):
+        unread = tuple(not u for u in used[:results])
+        eqn = eqn.replace(params=eqn.params | {"unread": unread})
+    return [True] * len(eqn.invars), eqn
 
 
 define(forward_p, evaluate, result_types, jvp=jvp, dce=dce, on_cpu=with_scratch)

@@ -46,6 +46,7 @@ from loopkit._engine.passes.dual_loop import run_dual
 from loopkit._engine.primitives import READS, define, pullback_onto_p, pullback_p, pushforward_p
 from loopkit._engine.rules.along import (
     Along,
+    dce_tangents,
     moved_by_forward,
     moved_by_pullback,
     moving,
@@ -115,19 +116,13 @@ FORWARD = Linear(pushforward_p, "inputs", "outputs", by_tangents, by_cotangents,
 BACKWARD = Linear(pullback_p, "outputs", "inputs", by_cotangents, by_tangents, Loop.input_types)
 
 
-def evaluate_pushforward(
-    *operands: jax.Array,
-    loop: Loop,
-    layout: Active,
-    active: Active,
-    batch: int | None,
-    transpose_only: bool,
-) -> list:
-    assert not transpose_only, "what it reads is not there"
-    primals, _, tangents = arguments(loop, layout, operands)
+def evaluate_pushforward(*operands: jax.Array, **params: Any) -> list:
+    loop = params["loop"]
+    assert not params["transpose_only"], "what it reads is not there"
+    primals, _, tangents = arguments(loop, params["layout"], operands)
     quiet = loop.without_debug_effects()
     loop.check_repeats()
-    return run_dual(quiet, primals, tangents, active, batch)
+    return run_dual(quiet, primals, tangents, params["active"], params["batch"])
 
 
 def arguments(loop: Loop, layout: Active, operands: Sequence[Any]) -> list[list]:
@@ -309,14 +304,9 @@ def transpose_pullback(cts: Sequence[Any], *operands: Any, **params: Any) -> lis
 
 def dce_pullback(used: list[bool], eqn: _jax.Equation) -> tuple[list[bool], Any]:
     """Remove the cotangents that reach no used result, and tangents if all are unused."""
-    along = eqn.params.get("along")
-    if along is None:
-        return BACKWARD.dce(used, eqn)
-    operands, results = len(along.operands), len(along.results)
-    if any(used[results:]):
-        return [True] * len(eqn.invars), eqn
-    needed, plain = BACKWARD.dce(used[:results], without_tangents(eqn))
-    return [*needed, *[False] * (len(eqn.invars) - operands)], plain
+    if "along" in eqn.params:
+        return dce_tangents(used, eqn, BACKWARD.dce)
+    return BACKWARD.dce(used, eqn)
 
 
 define(

@@ -12,7 +12,6 @@ derivative of all phases and runs them again from the operands.
 
 from __future__ import annotations
 
-import functools as ft
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import or_
@@ -186,8 +185,7 @@ def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **para
     lane, count = params["loop"].lane, params["loop"].operand_count
     new = join(lane, axis, dims[:count])
     if new is None:
-        fun = ft.partial(evaluate, **params)
-        return _jax.batched_call(fun, axis, args, dims)
+        return while_.batching_of(evaluate)(axis, args, dims, **params)
     old, one, two = waiting_lanes(lane), waiting_lanes(new), AxisPair(axis.size, lane.count)
     linear, places = linear_places(params["of"], one, **params)
     before = [*old.axes.flat, *linear_places(params["of"], old, **params)[0]]
@@ -196,7 +194,7 @@ def _batch(axis: _jax.AxisData, args: Sequence[Any], dims: Sequence[Any], **para
     return list(map(two.apart, results, places)), places
 
 
-SIDES = {
+SIDES: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
     pushforward_p: (("inputs",), ("outputs",)),
     pullback_p: (("outputs",), ("inputs",)),
     hessian_p: (("outputs", "inputs"), ("inputs",)),

@@ -33,10 +33,6 @@ def evaluate(*operands: Any, onto: Flags, **params: Any) -> list:
     return evaluate_pullback(*others, **params, sums=sums)
 
 
-def types(*_: object, onto: Flags, **params: Any) -> tuple[list, Any]:
-    return types_of_pullback(**params)
-
-
 def by_pullback(*operands: Any, onto: Flags, **params: Any) -> list:
     sums, others = _apart(operands, onto)
     out = pullback_p.bind(*others, **params)
@@ -51,7 +47,7 @@ def transpose(cts: Sequence[Any], *operands: Any, onto: Flags, **params: Any) ->
 define(
     pullback_onto_p,
     evaluate,
-    types,
+    types_of_pullback,
     jvp=while_.jvp_of(by_pullback),
     transpose=transpose,
     on_cpu=with_scratch,
