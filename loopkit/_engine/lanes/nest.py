@@ -59,14 +59,11 @@ class Inside:
         return cls(eqn, counts, max(1, math.ceil(inner.length / few)))
 
     @property
-    def counted(self) -> bool:
-        return self.most is not None
-
-    @property
     def begins(self) -> list:
-        """The initial carry of the inner loop, as variables of the step."""
-        count = len(self.eqn.outvars)
-        return self.eqn.invars[len(self.eqn.invars) - count :]
+        """The initial carry of the inner loop, as variables of the step, and a count of zero."""
+        count, bounded = len(self.eqn.outvars), self.most is not None
+        zero = _jax.Literal(np.int32(0), count_type())
+        return [*self.eqn.invars[len(self.eqn.invars) - count :], *[zero] * bounded]
 
     def results(self, carry: Sequence[Any]) -> dict:
         return dict(zip(self.eqn.outvars, carry[: len(self.eqn.outvars)], strict=True))
@@ -213,8 +210,7 @@ class Nest:
             env |= inside.results(carry)
         inner, at, here = list(state.inner), state.at, state.go & (state.at == 0)
         for number, inside in enumerate(self.inside):
-            begins = [*inside.begins, *[_zero_count()] * inside.counted]
-            inner[number] = self._piece(number, env, here, begins, inner[number])
+            inner[number] = self._piece(number, env, here, inside.begins, inner[number])
             at = jnp.where(here, number + 1, at)
             here = state.go & (at == number + 1)
             inner[number] = inside.some_steps(env, here, inner[number])
@@ -274,10 +270,6 @@ class Nest:
         results = while_p.bind(*consts, *map(_jax.as_type, first, types), loop=loop)
         env |= zip(made, results[1:], strict=False)
         return results[1 + len(made) :]
-
-
-def _zero_count() -> Any:
-    return _jax.Literal(np.int32(0), count_type())
 
 
 def _strong(aval: _jax.ShapedArray) -> Any:
