@@ -294,8 +294,7 @@ Whole: Alias = int | Int[Array, ""]
 class Atom(Protocol):
     """A variable or a literal that an equation reads, with a narrower type than JAX declares."""
 
-    @property
-    def aval(self) -> ShapedArray: ...
+    aval: ShapedArray
 
 
 Var: Alias = Atom
@@ -303,40 +302,28 @@ Var: Alias = Atom
 
 
 class Equation(Protocol):
-    @property
-    def primitive(self) -> Primitive: ...
-    @property
-    def invars(self) -> list[Atom]: ...
-    @property
-    def outvars(self) -> list[Var]: ...
-    @property
-    def params(self) -> dict[str, Any]: ...
-    @property
-    def effects(self) -> Any: ...
-    @property
-    def source_info(self) -> Any: ...
-    @property
-    def ctx(self) -> Any: ...
+    primitive: Primitive
+    invars: list[Atom]
+    outvars: list[Var]
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
     def replace(self, **changes: Any) -> Equation: ...
 
 
 class OpenJaxpr(Protocol):
     """Equations and variables, without constants."""
 
-    @property
-    def constvars(self) -> list[Var]: ...
-    @property
-    def invars(self) -> list[Var]: ...
-    @property
-    def outvars(self) -> list[Atom]: ...
-    @property
-    def eqns(self) -> Sequence[Equation]: ...
-    @property
-    def effects(self) -> Any: ...
-    @property
-    def debug_info(self) -> Any: ...
-    @property
-    def is_high(self) -> bool: ...
+    constvars: list[Var]
+    invars: list[Var]
+    outvars: list[Atom]
+    eqns: Sequence[Equation]
+    effects: Any
+    debug_info: Any
+    is_high: bool
+
     def replace(self, **changes: Any) -> Any: ...
 
 
