@@ -35,6 +35,15 @@ _FREE = """
 """
 FREE = frozenset(_FREE.split())
 """Primitives without a cost per element: the kernel that reads the result computes them."""
+_COLLECTIVE = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute
+    preduced precv psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax
+    unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
+"""
+"""Collectives, in which devices wait for each other."""
+_CALLS = "ffi_call io_callback pure_callback"
+OUTSIDE = frozenset(_COLLECTIVE.split() + _CALLS.split())
+"""Primitives whose time is not the device's alone."""
 
 
 class Price(NamedTuple):
@@ -45,6 +54,10 @@ class Price(NamedTuple):
 
 
 _PRICES = {
+    _PLAIN: (EQUATION, ELEMENT),
+    _FREE: (EQUATION, 0),
+    _COLLECTIVE: (5_000, 0.2),
+    _CALLS: (1_000, 1),
     "div nextafter sqrt": (4, 0.25),
     "rsqrt erf tanh": (25, 0.35),
     "exp exp2 log log2 logistic": (35, 0.6),
@@ -79,17 +92,6 @@ PRICES = {name: Price(*of) for names, of in _PRICES.items() for name in names.sp
 """Prices of primitives whose time depends on the elements of their largest operand or result."""
 WHOLE = {"div": Price(3, 0.7), "rem": Price(3, 0.7)}
 """Prices for integers, of primitives whose time differs for them."""
-_COLLECTIVE = """
-    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute
-    preduced precv psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax
-    unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
-"""
-PRICES |= dict.fromkeys(_COLLECTIVE.split(), Price(5_000, 0.2))
-"""Collectives, in which devices wait for each other, have a price of their own."""
-_CALLS = "ffi_call io_callback pure_callback"
-PRICES |= dict.fromkeys(_CALLS.split(), Price(1_000, 1))
-OUTSIDE = frozenset(_COLLECTIVE.split() + _CALLS.split())
-"""Primitives whose time is not the device's alone."""
 UNKNOWN_PRICE = Price(1, 0.5)
 """The price of a primitive of another library: many only mark something, and some compute a lot."""
 
@@ -122,23 +124,16 @@ def nanoseconds(eqn: _jax.Equation) -> float:
     name = eqn.primitive.name
     if name in MEASURES:
         return MEASURES[name](eqn)
+    price = PRICES.get(name, UNKNOWN_PRICE)
     if name in WHOLE and not _jax.is_differentiable(eqn.outvars[0].aval):
-        return _priced(WHOLE[name], eqn)
-    if name in PRICES:
-        return _priced(PRICES[name], eqn)
-    if name in FREE:
-        return EQUATION
-    return _priced(Price(EQUATION, ELEMENT) if name in PLAIN else UNKNOWN_PRICE, eqn)
+        price = WHOLE[name]
+    return price.start + price.element * _largest(eqn)
 
 
 def _words(v: _jax.Atom) -> float:
     """Return the elements of a variable; an element of more than 32 bits counts as several."""
     itemsize = getattr(getattr(v.aval, "dtype", None), "itemsize", 4)
     return _jax.elements(v.aval) * max(1.0, itemsize / 4)
-
-
-def _priced(price: Price, eqn: _jax.Equation) -> float:
-    return price.start + price.element * _largest(eqn)
 
 
 def _largest(eqn: _jax.Equation) -> float:
@@ -153,19 +148,9 @@ def _known(size: Any) -> int:
 # --- primitives with measures of their own -------------------------------------------------------
 
 
-def _logarithmic(start: float, each: float, axis: Callable[[Any], Any]) -> Callable[[Any], float]:
-    """Return a measure of n log n operations along axes of length n."""
-
-    def measure(eqn: _jax.Equation) -> float:
-        length = max(2, _jax.volume([axis(eqn)]))
-        return start + each * _largest(eqn) * math.log2(length)
-
-    return measure
-
-
-def _along(name: str) -> Callable[[Any], Any]:
-    """Return a function that reads the length of the axis that a parameter names."""
-    return lambda eqn: eqn.invars[0].aval.shape[eqn.params[name]]
+def _cumulative(eqn: _jax.Equation) -> float:
+    length = max(2, _known(eqn.invars[0].aval.shape[eqn.params["axis"]]))
+    return 5 + 0.35 * _largest(eqn) * math.log2(length)
 
 
 def _sort(eqn: _jax.Equation) -> float:
@@ -281,9 +266,7 @@ MEASURES: dict[str, Callable[[Any], float]] = {
     "triangular_solve": _triangular,
     "tridiagonal_solve": _tridiagonal_solve,
     "fft": _fft,
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin"), _logarithmic(5, 0.35, _along("axis"))
-    ),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _cumulative),
     "sort": _sort,
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window
@@ -293,5 +276,5 @@ MEASURES: dict[str, Callable[[Any], float]] = {
     **dict.fromkeys(SCATTERS, _slices(1.5)),
 }
 """Primitives whose time does not depend on the number of elements alone."""
-KNOWN = {*MEASURES, *WHOLE, *PRICES, *FREE, *PLAIN}
+KNOWN = {*MEASURES, *PRICES}
 """Primitives with a price, whatever jaxprs they hold."""
