@@ -17,8 +17,8 @@ from typing import Any
 from loopkit import _jax
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import Accelerator
+from loopkit._jaxprs.cost import CHEAP
 from loopkit._jaxprs.min_cut import Residuals
-from loopkit._jaxprs.repeatable import CHEAP
 
 _DEAR = """
     acos acosh asin asinh atan atan2 atanh cbrt cosh div erf erf_inv erfc exp exp2 expm1 log log1p

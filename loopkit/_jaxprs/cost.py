@@ -1,6 +1,7 @@
-"""The predicted time of a step: the nanoseconds of its equations on a device, summed up.
+"""Which equations may run again, which cost nothing then, and how long each takes.
 
-Without a device, the time is that of one core of a CPU.
+The predicted time of a step is that of its equations on a device, summed up. Without a device, it
+is that of one core of a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,34 @@ PARTS = frozenset(("slice", "squeeze", "reshape", "transpose"))
 """Primitives whose result is a matrix if the operand is one."""
 UNKNOWN_TRIPS = 10
 """The assumed steps of an inner loop if its equations do not say how many it takes."""
+_FREE_TO_REMAKE = """
+    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp complex concatenate conj
+    convert_element_type copy copy_p div dynamic_slice eq expand_dims floor ge gt imag integer_pow
+    iota is_finite le lt max min mul name ne neg not one_minus_square or pad pvary real
+    reduce_precision rem reshape rev round select_n shift_left shift_right_arithmetic
+    shift_right_logical sign slice split sqrt square squeeze stack stop_gradient sub transpose
+    unstack xor
+"""
+CHEAP = frozenset(_FREE_TO_REMAKE.split())
+"""Primitives that cost nothing to run again."""
+UNREPEATABLE = frozenset(("rng_uniform", "pure_callback"))
+"""Primitives that may give another result, or take any time, when they run again. Primitives with
+effects do not run again either, except collectives."""
+
+
+def is_repeatable(eqn: _jax.Equation) -> bool:
+    """Return whether an equation gives the same result each time, and has no other effect."""
+    inside = (e for j in equations.jaxprs_in(eqn) for e in equations.all_equations(j))
+    return not any(_jax.acts(e.effects) or e.primitive.name in UNREPEATABLE for e in (eqn, *inside))
+
+
+def is_cheap(eqn: _jax.Equation) -> bool:
+    """Return whether an equation costs nothing to run again."""
+    if eqn.effects:
+        return False
+    if equations.is_call(eqn):
+        return all(map(is_cheap, _jax.open_jaxpr(eqn.params["jaxpr"]).eqns))
+    return eqn.primitive.name in CHEAP
 
 
 def nanoseconds(jaxpr: _jax.Jaxpr, device: Accelerator | None = None) -> float:

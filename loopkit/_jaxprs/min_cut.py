@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 from loopkit import _jax
 from loopkit._jaxprs import equations, max_flow
 from loopkit._jaxprs.accelerators import Accelerator
-from loopkit._jaxprs.cost import equation_nanoseconds
+from loopkit._jaxprs.cost import equation_nanoseconds, is_cheap, is_repeatable
 from loopkit._jaxprs.max_flow import SOURCE, TARGET, Edge
-from loopkit._jaxprs.repeatable import is_cheap, is_repeatable
 
 EACH = 32
 """The cost of an array beyond its bytes, in bytes."""

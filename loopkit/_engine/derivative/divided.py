@@ -23,8 +23,8 @@ from loopkit import _jax
 from loopkit._engine.derivative.timeline import Met, met_in
 from loopkit._jaxprs import equations
 from loopkit._jaxprs.accelerators import planned_for
+from loopkit._jaxprs.cost import is_repeatable
 from loopkit._jaxprs.dataflow import interpret
-from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._jaxprs.slice_cotangents import as_read, read_in_slices
 from loopkit._plans.stretches import Division, Stretch
 

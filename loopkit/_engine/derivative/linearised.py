@@ -25,9 +25,9 @@ from loopkit._engine.loop import Active, Loop, kept, parts
 from loopkit._engine.passes.unused import to_transpose
 from loopkit._engine.primitives import PARTIAL_EVAL_RULES, forward_p
 from loopkit._jaxprs import equations
+from loopkit._jaxprs.cost import is_repeatable
 from loopkit._jaxprs.dataflow import interpret
 from loopkit._jaxprs.min_cut import LARGEST_GRAPH, Residuals
-from loopkit._jaxprs.repeatable import is_repeatable
 from loopkit._plans.budget import Policy, policy_of
 from loopkit._plans.planner import CHECKPOINT_BYTES
 
