@@ -13,7 +13,7 @@ from loopkit import Plan, _jax
 from loopkit._engine.sweeps import segments, tables
 from loopkit._engine.sweeps.in_segments import InSegments
 from loopkit._engine.sweeps.strategy import PART
-from loopkit._jax import primitives
+from loopkit._jax import devices
 from loopkit.schedules import online
 from problems import CHECKPOINTS, PROBLEMS, Problem
 from turns import in_turn
@@ -176,7 +176,7 @@ def test_loops_with_rules_outside_jit_go_as_where_they_run(platform, monkeypatch
     seen = []
     run = InSegments.run
     monkeypatch.setattr(InSegments, "run", lambda *args: seen.append(args) or run(*args))
-    monkeypatch.setattr(primitives, "device_of", lambda _: SimpleNamespace(platform=platform))
+    monkeypatch.setattr(devices, "device_of", lambda _: SimpleNamespace(platform=platform))
     x = jnp.linspace(0.3, 0.6, 3)
     scan = lambda x, how: loopkit.scan(lambda x, _: (clipped(x), None), x, None, 20, **how)[0]
     slopes = [

@@ -68,7 +68,16 @@ from loopkit._jax.avals import (
 from loopkit._jax.callbacks import tell
 from loopkit._jax.checks import bind_check, bind_custom, checkify_p
 from loopkit._jax.custom_rules import has_custom_jvp, has_rules, jvp_rule, with_custom_rules
-from loopkit._jax.devices import traced_for
+from loopkit._jax.devices import (
+    KEEPS_BARRIERS,
+    as_there,
+    for_accelerators,
+    for_one_cpu,
+    host_waits,
+    keeps_barriers,
+    target_device,
+    traced_for,
+)
 from loopkit._jax.jaxprs import (
     COMPARED,
     IO_EFFECTS,
@@ -149,25 +158,16 @@ from loopkit._jax.next_jax import (
 )
 from loopkit._jax.policies import asked_names, checkpoint_name, held_by, may_save, name_of, offloads
 from loopkit._jax.primitives import (
-    KEEPS_BARRIERS,
-    as_there,
     declare,
     define,
     evaluations,
-    for_accelerators,
-    for_one_cpu,
-    host_waits,
-    keeps_barriers,
-    lower_by,
-    named_results,
     part_of,
     register_batching,
     register_bounds,
     register_known_part,
     register_partial_eval,
     register_split,
-    target_device,
+    transpose_onto_references,
 )
-from loopkit._jax.references import transpose_onto_references
 from loopkit._jax.sources import PACKAGE, is_raised_within, name_stack, source, source_of
 from loopkit._jax.taylor import SeriesPrimitive, series_outputs, taylor

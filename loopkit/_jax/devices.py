@@ -1,11 +1,21 @@
-"""The device on which JAX computes, and the one that code is traced for."""
+"""The devices that code is traced for, and how a primitive is lowered for them."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config
+from jax._src import config, core
+from jax._src.interpreters import mlir
+
+from loopkit._jax.avals import LoweringContext
+from loopkit._jax.memory import is_alone
+
+KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
+"""Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
 
 
 def default_device() -> Any:
@@ -19,3 +29,82 @@ def traced_for() -> tuple[str, str]:
     mesh, or else the default device."""
     device: Any = jax.sharding.get_abstract_mesh().abstract_device or default_device()
     return device.platform, device.device_kind
+
+
+host_waits = jax.make_user_context(False)
+"""Whether the host waits in each iteration of a loop of unknown length, as for a GPU."""
+_no_cpu, _one_cpu = jax.make_user_context(False), jax.make_user_context(False)
+
+
+def lower_by(
+    primitive: core.Primitive,
+    evaluate: Callable,
+    alone: Callable | None = None,
+    platform: str | None = None,
+) -> None:
+    """Lower a primitive to a function, with the memory that it names; on one device, to `alone`.
+
+    JAX looks for such names in the equations of a program, not in what these are lowered to, and
+    drops all of them if it finds none.
+    """
+    spread, alone = (
+        mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
+    )
+
+    def rule(ctx: LoweringContext, *operands: Any, **params: Any) -> Any:
+        ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
+        targets = tuple(ctx.platforms or ctx.module_context.platforms)
+        token, waits = _targets.set(targets), host_waits.value or platform == "gpu"
+        one, cpu = is_alone(ctx), targets == ("cpu",)
+        try:
+            with host_waits(waits), _no_cpu("cpu" not in targets), _one_cpu(one and cpu):
+                return (alone if one else spread)(ctx, *operands, **params)
+        finally:
+            _targets.reset(token)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+_targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")
+"""The platforms that a program is being lowered for."""
+
+
+def for_accelerators() -> bool:
+    """Return whether a program is being lowered for GPUs or TPUs alone."""
+    return _no_cpu.value or host_waits.value
+
+
+def for_one_cpu() -> bool:
+    """Return whether a program is being lowered for a single CPU alone."""
+    return _one_cpu.value
+
+
+def keeps_barriers() -> bool:
+    """Return whether all compilers that a program may be lowered for keep barriers."""
+    return KEEPS_BARRIERS or _no_cpu.value
+
+
+def target_device() -> Any:
+    """Return a device of this process of the platform that a program is being lowered for, or None.
+
+    If none is being lowered, return the default device.
+    """
+    platforms = _targets.get(None)
+    if platforms is None:
+        return default_device()
+    for platform in platforms:
+        with contextlib.suppress(RuntimeError):  # no such devices here
+            return jax.local_devices(backend=platform)[0]
+    return None
+
+
+def device_of(values: Sequence[Any]) -> Any:
+    """Return the device on which jax computes with these values outside jit."""
+    arrays = (v for v in values if isinstance(v, jax.Array) and not isinstance(v, core.Tracer))
+    return next((next(iter(v.devices())) for v in arrays if v.committed), None) or target_device()
+
+
+def as_there(values: Sequence[Any] = ()) -> Any:
+    """Return a context in which to trace a loop outside a lowering, for the device that will
+    compute it."""
+    return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")

@@ -1,26 +1,21 @@
-"""Primitives: lowering, running, batching, and splitting into known and unknown values."""
+"""Primitives: running, batching, transposing, and splitting into known and unknown values."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 from jax._src import checkify, core, dispatch
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
-from loopkit._jax.avals import AxisData, Equation, LoweringContext, Primitive
-from loopkit._jax.devices import default_device
+from loopkit._jax.avals import AxisData, Equation, Primitive, is_tracer, same_type
+from loopkit._jax.devices import lower_by
 from loopkit._jax.jaxprs import new_equation, trace
-from loopkit._jax.memory import filled_where_it_shows, is_alone, is_on_host, named_on_host
+from loopkit._jax.memory import filled_where_it_shows, is_on_host, named_on_host
 from loopkit._jax.taylor import SeriesPrimitive
-
-KEEPS_BARRIERS = jax.__version_info__ >= (0, 11)
-"""Whether the compiler for CPUs keeps lax.optimization_barrier until it has fused operations."""
 
 
 def declare(name: str) -> SeriesPrimitive:
@@ -101,85 +96,6 @@ def named_results(
 ) -> list:
     """Evaluate a primitive, with results in the memory that their types name, outside jit too."""
     return list(map(named_on_host, primitive.bind(*operands, **dict(params))))
-
-
-host_waits = jax.make_user_context(False)
-"""Whether the host waits in each iteration of a loop of unknown length, as for a GPU."""
-_no_cpu, _one_cpu = jax.make_user_context(False), jax.make_user_context(False)
-
-
-def lower_by(
-    primitive: core.Primitive,
-    evaluate: Callable,
-    alone: Callable | None = None,
-    platform: str | None = None,
-) -> None:
-    """Lower a primitive to a function, with the memory that it names; on one device, to `alone`.
-
-    JAX looks for such names in the equations of a program, not in what these are lowered to, and
-    drops all of them if it finds none.
-    """
-    spread, alone = (
-        mlir.lower_fun(f, multiple_results=True) for f in (evaluate, alone or evaluate)
-    )
-
-    def rule(ctx: LoweringContext, *operands: Any, **params: Any) -> Any:
-        ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
-        targets = tuple(ctx.platforms or ctx.module_context.platforms)
-        token, waits = _targets.set(targets), host_waits.value or platform == "gpu"
-        one, cpu = is_alone(ctx), targets == ("cpu",)
-        try:
-            with host_waits(waits), _no_cpu("cpu" not in targets), _one_cpu(one and cpu):
-                return (alone if one else spread)(ctx, *operands, **params)
-        finally:
-            _targets.reset(token)
-
-    mlir.register_lowering(primitive, rule, platform=platform)
-
-
-_targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")
-"""The platforms that a program is being lowered for."""
-
-
-def for_accelerators() -> bool:
-    """Return whether a program is being lowered for GPUs or TPUs alone."""
-    return _no_cpu.value or host_waits.value
-
-
-def for_one_cpu() -> bool:
-    """Return whether a program is being lowered for a single CPU alone."""
-    return _one_cpu.value
-
-
-def keeps_barriers() -> bool:
-    """Return whether all compilers that a program may be lowered for keep barriers."""
-    return KEEPS_BARRIERS or _no_cpu.value
-
-
-def target_device() -> Any:
-    """Return a device of this process of the platform that a program is being lowered for, or None.
-
-    If none is being lowered, return the default device.
-    """
-    platforms = _targets.get(None)
-    if platforms is None:
-        return default_device()
-    for platform in platforms:
-        with contextlib.suppress(RuntimeError):  # no such devices here
-            return jax.local_devices(backend=platform)[0]
-    return None
-
-
-def device_of(values: Sequence[Any]) -> Any:
-    """Return the device on which jax computes with these values outside jit."""
-    arrays = (v for v in values if isinstance(v, jax.Array) and not isinstance(v, core.Tracer))
-    return next((next(iter(v.devices())) for v in arrays if v.committed), None) or target_device()
-
-
-def as_there(values: Sequence[Any] = ()) -> Any:
-    """Return a context in which to trace a loop outside a lowering, for the device that will
-    compute it."""
-    return host_waits(host_waits.value or getattr(device_of(values), "platform", "") == "gpu")
 
 
 def _checkified(args: Sequence[Any]) -> tuple:
@@ -347,3 +263,44 @@ def part_of(
     invars = [v for v, keep in zip(eqn.invars, ins, strict=True) if keep]
     outvars = [v for v, keep in zip(eqn.outvars, outs, strict=True) if keep]
     return new_equation(eqn, primitive or eqn.primitive, invars, outvars, params)
+
+
+def transpose_onto_references(primitive: Primitive) -> None:
+    """Make the transpose of a primitive add cotangents to references.
+
+    Its rule takes `sums`: for each operand, the value of its reference, or None. For operands with
+    a sum it returns the cotangent plus the sum, or a symbolic zero; for others, the cotangent.
+    """
+    transpose = ad.primitive_transposes[primitive]
+
+    def rule(cts: Sequence[Any], *operands: Any, **params: Any) -> None:
+        sums = _sums(operands)
+        linear = [isinstance(v, ad.GradAccum) for v in operands]
+        pairs = list(zip(operands, linear, strict=True))
+        values = [ad.UndefinedPrimal(v.aval) if is_linear else v for v, is_linear in pairs]
+        results = transpose(cts, *values, sums=sums, **params)
+        for (v, is_linear), before, ct in zip(pairs, sums, results, strict=True):
+            if before is not None and type(ct) is not ad.Zero:
+                v.ref[...] = ct
+            elif is_linear:
+                v.accum(ct)
+
+    ad.fancy_transposes[primitive] = rule
+
+
+def _sums(operands: Sequence[Any]) -> list:
+    """Return the value of each reference, but only once: others add their cotangents afterwards.
+
+    Outside jit, return none: the value would be a copy, which takes as much memory as a cotangent.
+    """
+    seen: set[int] = set()
+
+    def held(v: Any) -> Any:
+        ref = v.ref if isinstance(v, ad.RefAccum) else None
+        at = id(core.get_referent(ref))
+        if ref is None or not is_tracer(ref) or at in seen:
+            return None
+        seen.add(at)
+        return ref[...] if same_type(jax.typeof(ref).inner_aval, v.aval) else None
+
+    return list(map(held, operands))

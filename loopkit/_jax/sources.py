@@ -44,7 +44,7 @@ _BETWEEN = {
     ),
     "interpreters": ("ad", "batching", "partial_eval", "remat", "mlir", "pxla"),
     "control_flow": ("loops", "common"),
-    "loopkit/_jax": ("jaxprs", "lax_loops", "primitives"),
+    "loopkit/_jax": ("devices", "jaxprs", "lax_loops", "primitives"),
     "loopkit/_foreign": ("replace",),
     "": ("contextlib",),
 }

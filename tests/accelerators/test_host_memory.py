@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import loopkit
-from loopkit import Plan, _jax
+from loopkit import Plan
 from loopkit._engine.lowering import memory
 from loopkit._engine.primitives import forward_p
+from loopkit._jax.primitives import named_results
 from loopkit._jaxprs import equations
 
 from .machines import TARGETS, compiled, devices, figures, lowered, meanwhile
@@ -143,7 +144,7 @@ def test_outside_jit(target):
     params = next(eqn.params for eqn in eqns if eqn.primitive is forward_p)
     place = SingleDeviceSharding(devices(target)[0])
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=place)
-    program = _jax.named_results.lower(forward_p, tuple(params.items()), x).compile()
+    program = named_results.lower(forward_p, tuple(params.items()), x).compile()
     memory = program.memory_analysis()
     assert memory.host_output_size_in_bytes == STEPS * CARRY
     assert memory.temp_size_in_bytes <= 3 * CARRY
