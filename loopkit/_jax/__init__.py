@@ -66,8 +66,15 @@ from loopkit._jax.avals import (
     zeros,
 )
 from loopkit._jax.callbacks import tell
-from loopkit._jax.checks import bind_check, bind_custom, checkify_p
-from loopkit._jax.custom_rules import has_custom_jvp, has_rules, jvp_rule, with_custom_rules
+from loopkit._jax.custom_rules import (
+    bind_check,
+    bind_custom,
+    checkify_p,
+    has_custom_jvp,
+    has_rules,
+    jvp_rule,
+    with_custom_rules,
+)
 from loopkit._jax.devices import (
     KEEPS_BARRIERS,
     as_there,
