@@ -15,7 +15,7 @@ from functools import lru_cache
 from loopkit._jaxprs.kernels import near_divisor
 from loopkit._plans.costs import SPARED, TABLES, Store
 from loopkit._plans.one_price import host_prices
-from loopkit._plans.plan import Plan
+from loopkit._plans.plan import Plan, keeping_all
 
 FEW_SLOTS = 32
 """The slots that a loop of unknown length may use, however large its carry."""
@@ -148,7 +148,7 @@ def _smallest(loop: Plan) -> Iterator[Plan]:
     if bound is None:
         return
     for price in _prices(loop):
-        yield replace(loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True)
+        yield keeping_all(loop, price)
     # If each segment has a slot, the plan needs no tables, which may be larger than small carries.
     segments = {-(-bound // slots) for slots in range(1, 1 + min(SPARED, bound))}
     for segment in segments.union(_leaves(bound, loop.exact)):
@@ -194,9 +194,7 @@ def _candidates(
     step, bound = loop.step, loop.bound
     if bound is not None:
         for price in _prices(loop):
-            yield replace(
-                loop, segment=max(bound, 1), store="residuals", price=price, keeps_all=True
-            )
+            yield keeping_all(loop, price)
         for segment in {1, min(16, bound)} - {0} if "carries" in step.stores else ():
             yield replace(loop, slots=-(-bound // segment) * segment, segment=segment)
     for segment in _leaves(steps, loop.exact, ratio):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools as ft
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from loopkit._arguments import errors
@@ -306,3 +306,9 @@ class Plan:
         each = costs.SCHEDULED if self.strategy == "schedule" else step.segment
         replay += step.handing_over(self.segment if self.segment > 1 else self.slots, self.store)
         return beside + passes + steps * replay + segments * (each + slot)
+
+
+def keeping_all(plan: Plan, price: float = 0.0) -> Plan:
+    """Return the plan with the residuals of every step stored, at a price of their bytes."""
+    segment = max(plan.bound or 0, 1)
+    return replace(plan, segment=segment, store="residuals", price=price, keeps_all=True)

@@ -21,7 +21,7 @@ from loopkit._plans.cheapest import (
     plans_by_time,
 )
 from loopkit._plans.costs import CACHES, StepCosts, Store
-from loopkit._plans.plan import Plan
+from loopkit._plans.plan import Plan, keeping_all
 
 KEPT = 1 << 10
 """The total residual bytes up to which a loop keeps them: checkpointing would gain nothing."""
@@ -103,7 +103,7 @@ def make_plan(
         return _shared(make_plan(None, bound, exact, step, name), budget)
     if budget is None and bound and bound * step.residual_bytes <= step.buffer_bytes:
         # The residuals take no more than one copy of the buffers that the loop would undo.
-        return replace(loop, segment=bound, store="residuals", keeps_all=True)
+        return keeping_all(loop)
     if not step.carry_bytes and bound and (budget is None or isinstance(budget, int)):
         return _without_carry(loop, bound)
     step = step._replace(carry_bytes=max(step.carry_bytes, 1))
@@ -113,7 +113,7 @@ def make_plan(
     if stores_every_step(budget):
         if bound is None:  # its results have no gradient
             return _default(loop)
-        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
+        return keeping_all(loop)
     if isinstance(budget, Bytes):
         loops, host = budget.loops, budget.host
         if host is not None:
@@ -148,7 +148,7 @@ def _shared(whole: Plan, share: Share) -> Plan:
 def _without_carry(loop: Plan, bound: int) -> Plan:
     """Return the plan for a loop that needs no saved carry to run a step again."""
     if not loop.step.residual_bytes:
-        return replace(loop, segment=bound, store="residuals", keeps_all=True)
+        return keeping_all(loop)
     segment = min(16, bound) if loop.step.factor_bytes else 1
     return replace(loop, slots=-(-bound // segment) * segment, segment=segment)
 
@@ -159,9 +159,9 @@ def _adapted(plan: Plan, loop: Plan, name: str) -> Plan:
         expected = "can be a plan that stores every step only if the number of steps is bounded"
         got, advice = f"{plan} and max_steps=None", "Pass `max_steps`."
         raise errors.wrong_value(name, "checkpoints", expected, got, advice)
-    if plan.keeps_all:
-        plan = replace(plan, segment=max(1, loop.bound or 1), store="residuals")
     plan = replace(plan, bound=loop.bound, exact=loop.exact, step=loop.step)
+    if plan.keeps_all:
+        plan = keeping_all(plan, plan.price)
     if plan.keeps_last and not can_keep_last(plan):
         expected = "can be a plan that keeps the last segments only if the number of steps is known"
         expected += ", no writes are logged, nothing is on the host, and the plan stores residuals "
@@ -178,8 +178,7 @@ def _default(loop: Plan) -> Plan:
         return plan
     device = loop.step.device
     most = NESTED_BYTES if loop.step.holds_loops or device else CACHED_BYTES
-    whole = replace(loop, segment=max(loop.bound, 1), store="residuals", keeps_all=True)
-    found = [replace(whole, price=row.price) for row in loop.step.rows]
+    found = [keeping_all(loop, row.price) for row in loop.step.rows]
     fit = [p for p in found if p.slot_bytes <= most and (device or _is_expensive(p, loop.bound))]
     return min([plan, *fit], key=lambda p: p.nanoseconds(p.bound or 0))
 
@@ -193,18 +192,18 @@ def _is_expensive(whole: Plan, bound: int) -> bool:
 def _about_the_root(loop: Plan) -> Plan:
     """Return the default plan of a loop whose steps are not expensive."""
     step, bound = loop.step, loop.bound
-    if bound is not None and step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes:
-        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    few = KEPT
-    if step.holds_loops:
-        few = NESTED if loop.exact else REPLAYED
-    if bound is not None and bound * step.residual_bytes <= few:
-        return replace(loop, segment=max(bound, 1), store="residuals", keeps_all=True)
-    if bound is not None and bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
-        return replace(loop, slots=1, segment=bound, store="residuals")
-    if bound is not None and bound * step.carry_bytes <= REPLAYED and not step.factor_bytes:
-        # A longer segment would also have to run to its end: one more copy to compile.
-        return replace(loop, slots=bound)
+    if bound is not None:
+        few = KEPT
+        if step.holds_loops:
+            few = NESTED if loop.exact else REPLAYED
+        like_log = step.log_bytes and step.residual_bytes <= ALIKE * step.log_bytes
+        if like_log or bound * step.residual_bytes <= few:
+            return keeping_all(loop)
+        if bound * (step.residual_bytes + step.factor_bytes) <= REPLAYED:
+            return replace(loop, slots=1, segment=bound, store="residuals")
+        if bound * step.carry_bytes <= REPLAYED and not step.factor_bytes:
+            # A longer segment would also have to run to its end: one more copy to compile.
+            return replace(loop, slots=bound)
     if loop.exact:
         assert bound is not None, "a loop that takes just so many steps has a length"
         candidates = [_balanced(loop, store, bound) for store in step.stores]
