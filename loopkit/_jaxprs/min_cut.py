@@ -16,7 +16,7 @@ Chen et al. 2016 describe the trade; the cut is that of a maximum flow (`max_flo
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -97,21 +97,24 @@ class Residuals:
     """The accelerator that the times of equations are for; None for a CPU."""
     only: Set[_jax.Var] | None = None
     """The variables that may be stored, if not all may."""
-    given: set = field(init=False)
-    """Constants, slices and values that follow from constants: the backward pass has these."""
-
-    def __post_init__(self) -> None:
-        known = equations.following_from(self.step, self.step.invars[: self.constants])
-        object.__setattr__(self, "given", known.union(self.step.invars[self.slices :]))
 
     @property
     def step(self) -> _jax.OpenJaxpr:
         return _jax.open_jaxpr(self.jaxpr)
 
     @cached_property
+    def given(self) -> set:
+        """Constants, slices and values that follow from constants: the backward pass has these."""
+        known = equations.following_from(self.step, self.step.invars[: self.constants])
+        return known.union(self.step.invars[self.slices :])
+
+    @property
+    def _carry(self) -> list:
+        return self.step.invars[self.constants : self.slices]
+
+    @cached_property
     def _costless(self) -> list:
-        carry = self.step.invars[self.constants : self.slices]
-        return [v for v, is_free in zip(carry, self.free, strict=True) if is_free]
+        return [v for v, is_free in zip(self._carry, self.free, strict=True) if is_free]
 
     @cached_property
     def wanted(self) -> list:
@@ -149,7 +152,7 @@ class Residuals:
         """
         places = {v: n for n, v in enumerate(self._needed(), TARGET + 1)}
         edges = [Edge(places[v], TARGET, inf) for v in self.wanted]
-        for v in self.step.invars[self.constants : self.slices]:
+        for v in self._carry:
             if v in places:
                 edges.append(Edge(SOURCE, places[v], 0, 0 if v in self._costless else _size(v)))
         for eqn in self.step.eqns:
@@ -181,7 +184,7 @@ class Residuals:
         """The first point of the frontier, where only cheap equations run again."""
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return Point(0.0, 0.0, tuple(self.wanted))
-        return self._point(0.0, 0.0, self._fastest.side)
+        return self._point(0.0, self._fastest)
 
     @cached_property
     def _maker(self) -> Callable[[Any], Any]:
@@ -197,11 +200,8 @@ class Residuals:
         if len(self.step.eqns) > LARGEST_GRAPH and not self.again:
             return [self.least]
         found = max_flow.frontier(self.graph[0], self._fastest, RESOLUTION)
-        points = [self._point(0.0, found[0].time / PICOSECONDS, found[0].side)]
-        for before, cut in pairwise(found):
-            price = (cut.time - before.time) / (PICOSECONDS * (before.size - cut.size))
-            points.append(self._point(price, cut.time / PICOSECONDS, cut.side))
-        return points
+        price = lambda a, b: (b.time - a.time) / (PICOSECONDS * (a.size - b.size))
+        return [self.least, *(self._point(price(a, b), b) for a, b in pairwise(found))]
 
     @cached_property
     def choices(self) -> list[Point]:
@@ -221,8 +221,7 @@ class Residuals:
         searched = len(large) ** 2 * len(self.step.eqns)
         if size(less.stored) > FAR * size(more.stored) or searched > LONGEST_SEARCH:
             return []
-        carry = self.step.invars[self.constants : self.slices]
-        beside = [v for v in carry if v not in self._costless and v not in more.stored]
+        beside = [v for v in self._carry if v not in self._costless and v not in more.stored]
         found = [*self._without_some(more, less, ())]
         found += self._without_some(more, less, beside) if beside else ()
         for point in sorted(found, key=lambda p: (p.nanoseconds, size(p.stored))):
@@ -267,12 +266,11 @@ class Residuals:
                     pending += [] if eqn is None else equations.variables(eqn)
         return sum(again.values()), read
 
-    def _point(self, price: float, nanoseconds: float, side: frozenset[int]) -> Point:
+    def _point(self, price: float, cut: max_flow.Point) -> Point:
         edges, variables = self.graph
-        ends = [
-            e.end for e in edges if e.end in side and e.start not in side and e.end in variables
-        ]
-        return Point(price, nanoseconds, tuple(variables[n] for n in sorted(ends)))
+        ends = {e.end for e in edges if e.end in cut.side and e.start not in cut.side}
+        stored = [variables[n] for n in sorted(ends & variables.keys())]
+        return Point(price, cut.time / PICOSECONDS, tuple(stored))
 
     def at(self, price: float) -> Point:
         """Return the best choice at a price."""
@@ -282,7 +280,7 @@ class Residuals:
 
     def cut(self, point: Point) -> Cut:
         """Divide the step for a choice of stored values."""
-        j, maker = self.step, equations.maker_of(self.step)
+        j, maker = self.step, self._maker
         given = {*j.invars[: self.constants], *j.invars[self.slices :]}
         met, needed, hoisted, read = given.union(point.stored), set(), [], set()
         pending = _jax.variables(j.outvars[self.results :])
