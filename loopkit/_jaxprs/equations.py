@@ -86,15 +86,11 @@ def holds_custom_jvp(jaxpr: _jax.Jaxpr) -> bool:
 
 def lax_loses_rules(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether second derivatives of a lax scan of these steps lose their custom rules."""
-    if _jax.SCAN_KEEPS_RULES:
-        return False
-    return holds_custom_jvp(jaxpr)
+    return not _jax.SCAN_KEEPS_RULES and holds_custom_jvp(jaxpr)
 
 
 def lax_loses_calls(jaxpr: _jax.Jaxpr) -> bool:
     """Return whether derivatives of a lax scan of these steps lose callbacks without results."""
-    if not any(isinstance(e, _jax.IO_EFFECTS) for e in jaxpr.effects):
-        return False
     return any(e.primitive.name == "io_callback" and not e.outvars for e in all_equations(jaxpr))
 
 

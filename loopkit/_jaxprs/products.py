@@ -102,27 +102,25 @@ def _merged_product(eqn: _jax.Equation, *operands: jax.Array) -> Any:
 def _summed(eqn: _jax.Equation) -> list[tuple[Run, Run]]:
     """Return the axes that are summed over, in runs that are adjacent in both operands."""
     (left, right), _ = eqn.params["dimension_numbers"]
-    runs: list[tuple[Run, Run]] = []
-    for i, k in sorted(zip(left, right, strict=True)):
-        if runs and (i - 1, k - 1) == (runs[-1][0][-1], runs[-1][1][-1]):
-            runs[-1] = (*runs[-1][0], i), (*runs[-1][1], k)
-        else:
-            runs.append(((i,), (k,)))
-    return runs
+    return [(i, k) for i, k in _adjacent(sorted(zip(left, right, strict=True)))]
 
 
 def _free(eqn: _jax.Equation, side: int, count: int) -> list[Run]:
     """Return which of the `count` axes of an operand only it has, in adjacent runs."""
     summed, batched = eqn.params["dimension_numbers"]
-    runs: list[Run] = []
-    for axis in range(count):
-        if axis in summed[side] or axis in batched[side]:
-            continue
-        if runs and runs[-1][-1] == axis - 1:
-            runs[-1] = (*runs[-1], axis)
+    others = {*summed[side], *batched[side]}
+    return [run for (run,) in _adjacent((axis,) for axis in range(count) if axis not in others)]
+
+
+def _adjacent(places: Iterable[tuple[int, ...]]) -> list[list[Run]]:
+    """Divide places, with an axis in each operand, into runs; return the axes by operand."""
+    runs: list[list[tuple[int, ...]]] = []
+    for place in places:
+        if runs and place == tuple(axis + 1 for axis in runs[-1][-1]):
+            runs[-1].append(place)
         else:
-            runs.append((axis,))
-    return runs
+            runs.append([place])
+    return [list(zip(*run, strict=True)) for run in runs]
 
 
 def _merged(shape: Sequence[int], runs: Sequence[Run]) -> tuple[list[int], list[int]]:

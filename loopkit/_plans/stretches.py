@@ -99,17 +99,13 @@ def divisions(blocks: Sequence[Block], sizes: Sizes) -> list[Division]:
         pairs = list(zip(bounds, (*bounds[1:], len(blocks)), strict=True))
         for price in _prices(blocks, pairs, sizes):
             *some, last = [_at(price, blocks, *pair, sizes) for pair in pairs]
-            made[(*some, _kept(*pairs[-1]))] = None  # the last one is reversed at once
+            made[(*some, Stretch(*pairs[-1]))] = None  # the last one is reversed at once
             if price == inf:
                 made[(*some, last)] = None
     passing = [_total(values, sizes) for values in _passing(blocks)]
     make = lambda stretches: Division(stretches, _moments(stretches, blocks, sizes, passing))
-    whole = make((_kept(0, len(blocks)),))
+    whole = make((Stretch(0, len(blocks)),))
     return [whole, *fastest_first(map(make, made), lambda division: division.bytes)]
-
-
-def _kept(start: int, stop: int) -> Stretch:
-    return Stretch(start, stop)
 
 
 def _total(values: Iterable[Hashable], sizes: Sizes) -> int:
@@ -175,9 +171,9 @@ def _prices(blocks: Sequence[Block], pairs: Sequence[tuple[int, int]], sizes: Si
 def _at(price: float, blocks: Sequence[Block], start: int, stop: int, sizes: Sizes) -> Stretch:
     """Return a stretch that is kept or runs again, whichever is better at a price."""
     if not all(block.rows for block in blocks[start:stop]):
-        return _kept(start, stop)
+        return Stretch(start, stop)
     stretch, saved = _again(price, blocks, start, stop, sizes)
-    return stretch if saved > 0 and stretch.nanoseconds < price * saved else _kept(start, stop)
+    return stretch if saved > 0 and stretch.nanoseconds < price * saved else Stretch(start, stop)
 
 
 def _again(
