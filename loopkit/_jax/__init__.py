@@ -17,7 +17,6 @@ from loopkit._jax.avals import (
     Device,
     Equation,
     Literal,
-    LoweringContext,
     OpenJaxpr,
     Primitive,
     ShapedArray,

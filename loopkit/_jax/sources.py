@@ -15,17 +15,9 @@ PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 """The folder of this library; users' code is outside."""
 INNER = tuple(
     os.path.join("jax", "_src", name)
-    for name in (
-        "lax",
-        "core.py",
-        "source_info_util.py",
-        "traceback_util.py",
-        "custom_derivatives.py",
-        "hijax.py",
-        "api.py",
-    )
+    for name in ("lax", "source_info_util.py", "custom_derivatives.py", "api.py")
 )
-"""Files of JAX through which loops pass, or whose rules hold loops."""
+"""Files of JAX through which loops pass, or whose rules hold loops, beside `MACHINERY`."""
 _TOOLS = ft.__file__, contextlib.__file__, "<"  # generated code
 WITHIN = PACKAGE, os.path.join(os.path.dirname(jax.__file__), ""), *_TOOLS
 """The folders that hold the code of jax and loopkit, and the tools that run it."""

@@ -296,18 +296,12 @@ def jaxprs_in(eqn: _jax.Equation) -> list:
     found: list = []
 
     def find(value: Any) -> Any:
-        if isinstance(value, (dict, tuple)):
-            for each in value.values() if isinstance(value, dict) else value:
-                find(each)
-        elif _jax.is_object(value):
-            _jax.with_params(value, find)
-        elif hasattr(value, "map_jaxprs"):
-            value.map_jaxprs(find)
-        elif hasattr(value, "eqns"):
-            found.append(value)
+        if hasattr(value, "map_jaxprs"):
+            return value.map_jaxprs(find)
+        found.append(value)
         return value
 
-    find(dict(eqn.params))
+    with_jaxprs(eqn.params, find)
     return found
 
 
