@@ -2,7 +2,7 @@
 
 If a rule returns arrays, the walk evaluates the jaxpr. If it returns facts, the elements of a
 lattice, the walk analyses the jaxpr. A rule handles one equation. This file handles the recursion
-through calls and branches, and the fixed point of the facts that a step passes to the next.
+through calls, and the fixed point of the facts that a step passes to the next.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from loopkit._jaxprs.equations import is_call, run
 
 Rule = Callable[[Any, list], Sequence[Any] | None]
 """`(equation, operands)` returns the results, or None to enter a call or to bind the equation."""
-After = Callable[[Any, list], tuple[Any, Sequence[Any]]]
-"""`(equation, facts of operands)` returns the changed equation, and the facts of its results."""
 
 
 def interpret(
@@ -71,47 +69,6 @@ def analyse(
         return None if is_call(eqn) else transfer(eqn, ins)
 
     return interpret(j, [*[nothing] * len(j.constvars), *facts], rule, lambda _: nothing)
-
-
-def follow(
-    jaxpr: _jax.Jaxpr, facts: Sequence[Any], after: After, literal: Callable, join: Callable
-) -> tuple[Any, list]:
-    """Return a jaxpr with its equations as `after` makes them, and the facts of its results.
-
-    The walk also enters calls and branches. `join` joins the facts of all branches.
-    """
-    j, eqns = _jax.open_jaxpr(jaxpr), []
-
-    def made(eqn: _jax.Equation, ins: list) -> Sequence[Any]:
-        inside = follow_inside(eqn, ins, after, literal, join)
-        eqn, outs = after(eqn, ins) if inside is None else inside
-        eqns.append(eqn)
-        return outs
-
-    consts = map(literal, getattr(jaxpr, "consts", ()))
-    env = dict(zip((*j.constvars, *j.invars), (*consts, *facts), strict=True))
-    outs = run(j.eqns, env, j.outvars, made, literal)
-    if any(a is not b for a, b in zip(eqns, j.eqns, strict=True)):
-        new = _jax.with_equations(j, eqns)
-        jaxpr = new if j is jaxpr else jaxpr.replace(jaxpr=new)
-    return jaxpr, outs
-
-
-def follow_inside(
-    eqn: _jax.Equation, ins: list, after: After, literal: Callable, join: Callable
-) -> tuple[Any, Sequence[Any]] | None:
-    """Follow the jaxprs of a call or of a branch; return None for any other equation."""
-    if eqn.primitive.name == "cond":
-        ins, old = ins[1:], eqn.params["branches"]
-    elif is_call(eqn):
-        old = (eqn.params["jaxpr"],)
-    else:
-        return None
-    new, outs = zip(*(follow(j, ins, after, literal, join) for j in old), strict=True)
-    if any(a is not b for a, b in zip(new, old, strict=True)):
-        changed = {"jaxpr": new[0]} if is_call(eqn) else {"branches": new}
-        eqn = eqn.replace(params=eqn.params | changed)
-    return eqn, list(map(join, zip(*outs, strict=True)))
 
 
 def fixed_point(facts: Sequence[Any], step: Callable, join: Callable = or_) -> tuple:

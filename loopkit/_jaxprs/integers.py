@@ -8,7 +8,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from loopkit import _jax
-from loopkit._jaxprs import dataflow
+from loopkit._jaxprs import equations
 
 
 class Range(NamedTuple):
@@ -51,6 +51,10 @@ KEEPS_ENTRIES = (
     *("reduce_max", "reduce_min", "reshape", "rev", "slice", "squeeze", "transpose"),
 )
 """Primitives whose result has only entries of their first operand."""
+
+
+After = Callable[[Any, list[Range]], tuple[Any, Sequence[Range]]]
+"""`(equation, ranges of operands)` returns the changed equation, and the ranges of its results."""
 
 
 def join(ranges: Sequence[Range]) -> Range:
@@ -94,18 +98,50 @@ def _of_array(value: Any) -> Range:
     return Range(int(value.min()), int(value.max()))
 
 
-def follow(
-    jaxpr: _jax.Jaxpr, ins: Sequence[Range], after: dataflow.After
-) -> tuple[Any, list[Range]]:
-    """Return a jaxpr with its equations as `after` makes them, and the ranges of its results."""
-    return dataflow.follow(jaxpr, ins, after, _of_array, join)
+def follow(jaxpr: _jax.Jaxpr, ranges: Sequence[Range], after: After) -> tuple[Any, list[Range]]:
+    """Return a jaxpr with its equations as `after` makes them, and the ranges of its results.
+
+    The walk also enters calls and branches.
+    """
+    j, eqns = _jax.open_jaxpr(jaxpr), []
+
+    def made(eqn: _jax.Equation, ins: list[Range]) -> Sequence[Range]:
+        inside = _follow_inside(eqn, ins, after)
+        eqn, outs = after(eqn, ins) if inside is None else inside
+        eqns.append(eqn)
+        return outs
+
+    consts = map(_of_array, getattr(jaxpr, "consts", ()))
+    env = dict(zip((*j.constvars, *j.invars), (*consts, *ranges), strict=True))
+    outs = equations.run(j.eqns, env, j.outvars, made, _of_array)
+    if any(a is not b for a, b in zip(eqns, j.eqns, strict=True)):
+        new = _jax.with_equations(j, eqns)
+        jaxpr = new if j is jaxpr else jaxpr.replace(jaxpr=new)
+    return jaxpr, outs
+
+
+def _follow_inside(
+    eqn: _jax.Equation, ins: list[Range], after: After
+) -> tuple[Any, list[Range]] | None:
+    """Follow the jaxprs of a call or of a branch; return None for any other equation."""
+    if eqn.primitive.name == "cond":
+        ins, old = ins[1:], eqn.params["branches"]
+    elif equations.is_call(eqn):
+        old = (eqn.params["jaxpr"],)
+    else:
+        return None
+    new, outs = zip(*(follow(j, ins, after) for j in old), strict=True)
+    if any(a is not b for a, b in zip(new, old, strict=True)):
+        changed = {"jaxpr": new[0]} if equations.is_call(eqn) else {"branches": new}
+        eqn = eqn.replace(params=eqn.params | changed)
+    return eqn, list(map(join, zip(*outs, strict=True)))
 
 
 def ranges_after(eqn: _jax.Equation, ins: list[Range]) -> list[Range]:
     """Return the ranges of the results of an equation, from those of its operands."""
     after = lambda eqn, ins: (eqn, ranges_after(eqn, ins))
-    if (inside := dataflow.follow_inside(eqn, ins, after, _of_array, join)) is not None:
-        return list(inside[1])
+    if (inside := _follow_inside(eqn, ins, after)) is not None:
+        return inside[1]
     nothing = [ANY] * len(eqn.outvars)
     if len(eqn.outvars) != 1 or not is_integer(eqn.outvars[0].aval):
         return nothing
