@@ -148,8 +148,7 @@ def dce(
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Mark the inputs that the used outputs need."""
-    keep = [False] * len(jaxpr.in_avals)
-    return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
+    return dce(jaxpr, used_outputs, [False] * len(jaxpr.in_avals))[1]
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:

@@ -255,14 +255,11 @@ def register_known_part(primitive: core.Primitive, part: Callable) -> None:
     _register_partial_eval(primitive, eager, known_part)
 
 
-def part_of(
-    eqn: Equation, ins: Sequence[bool], outs: Sequence[bool], params: dict, primitive: Any = None
-) -> Any:
-    """Return `eqn` with only the flagged operands and results, other parameters, and perhaps
-    another primitive."""
+def part_of(eqn: Equation, ins: Sequence[bool], outs: Sequence[bool], params: dict) -> Any:
+    """Return `eqn` with only the flagged operands and results, and other parameters."""
     invars = [v for v, keep in zip(eqn.invars, ins, strict=True) if keep]
     outvars = [v for v, keep in zip(eqn.outvars, outs, strict=True) if keep]
-    return new_equation(eqn, primitive or eqn.primitive, invars, outvars, params)
+    return new_equation(eqn, eqn.primitive, invars, outvars, params)
 
 
 def transpose_onto_references(primitive: Primitive) -> None:

@@ -228,7 +228,8 @@ def _balanced(loop: Plan, store: Store, most: int) -> Plan:
     """Return a plan with a slot for every segment, and about as many bytes in slots as in rows."""
     step, bound = loop.step, loop.bound or 0
     row = step.row(store, loop.price).bytes + step.factor_bytes
-    slots = max(1, min(bound, most, _root(bound * row / step.carry_bytes)))
+    root = math.ceil(math.sqrt(bound * row / step.carry_bytes))
+    slots = max(1, min(bound, most, root))
     segment = max(1, -(-bound // slots))
     if loop.exact:
         segment = near_divisor(bound, segment)
@@ -259,11 +260,6 @@ def _cheaper_store(loop: Plan) -> Store:
     """Return what a long segment stores in less time: carries or residuals."""
     plans = [replace(loop, slots=1, segment=16, store=s) for s in loop.step.stores]
     return min(plans, key=lambda p: p.nanoseconds(16)).store
-
-
-def _root(value: float) -> int:
-    """Return the square root, rounded up."""
-    return math.isqrt(max(0, math.ceil(value) - 1)) + 1
 
 
 def _in_carries(budget: int, loop: Plan) -> Plan:
