@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +32,8 @@ def traced_for() -> tuple[str, str]:
 
 host_waits = jax.make_user_context(False)
 """Whether the host waits in each iteration of a loop of unknown length, as for a GPU."""
-_no_cpu, _one_cpu = jax.make_user_context(False), jax.make_user_context(False)
+_lowered_for = jax.make_user_context(((), False))
+"""The platforms that a program is being lowered for, if any, and whether it is for one device."""
 
 
 def lower_by(
@@ -53,35 +53,32 @@ def lower_by(
 
     def rule(ctx: LoweringContext, *operands: Any, **params: Any) -> Any:
         ctx.module_context = ctx.module_context.replace(all_default_mem_kind=False)
-        targets = tuple(ctx.platforms or ctx.module_context.platforms)
-        token, waits = _targets.set(targets), host_waits.value or platform == "gpu"
-        one, cpu = is_alone(ctx), targets == ("cpu",)
-        try:
-            with host_waits(waits), _no_cpu("cpu" not in targets), _one_cpu(one and cpu):
-                return (alone if one else spread)(ctx, *operands, **params)
-        finally:
-            _targets.reset(token)
+        platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+        waits, one = host_waits.value or platform == "gpu", is_alone(ctx)
+        with host_waits(waits), _lowered_for((platforms, one)):
+            return (alone if one else spread)(ctx, *operands, **params)
 
     mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_targets: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("targets")
-"""The platforms that a program is being lowered for."""
-
-
 def for_accelerators() -> bool:
     """Return whether a program is being lowered for GPUs or TPUs alone."""
-    return _no_cpu.value or host_waits.value
+    return host_waits.value or _leaves_out_cpus()
+
+
+def _leaves_out_cpus() -> bool:
+    platforms, _ = _lowered_for.value
+    return bool(platforms) and "cpu" not in platforms
 
 
 def for_one_cpu() -> bool:
     """Return whether a program is being lowered for a single CPU alone."""
-    return _one_cpu.value
+    return _lowered_for.value == (("cpu",), True)
 
 
 def keeps_barriers() -> bool:
     """Return whether all compilers that a program may be lowered for keep barriers."""
-    return KEEPS_BARRIERS or _no_cpu.value
+    return KEEPS_BARRIERS or _leaves_out_cpus()
 
 
 def target_device() -> Any:
@@ -89,8 +86,8 @@ def target_device() -> Any:
 
     If none is being lowered, return the default device.
     """
-    platforms = _targets.get(None)
-    if platforms is None:
+    platforms, _ = _lowered_for.value
+    if not platforms:
         return default_device()
     for platform in platforms:
         with contextlib.suppress(RuntimeError):  # no such devices here
