@@ -64,28 +64,25 @@ def as_read(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[list, Any] | None:
 
     Return None for any other equation.
     """
-    params = eqn.params
+    params, buffer = eqn.params, ins[0]
+    if eqn.primitive is lax.gather_p:
+        return _gathered(*ins, **params)
     if eqn.primitive is lax.slice_p and params["strides"] is None:
         starts, ends = params["start_indices"], params["limit_indices"]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        window = Window((), starts, sizes, "clip")
-        found, after = read(ins[0], jnp.zeros(0, jnp.int32), window, held=False)
-        return [found], after
-    if eqn.primitive is read_p and params["value"]:
-        found, after = read(ins[0], ins[1], params["window"])
-        return [found, after], after
-    if eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + ins[0].ndim:
-        buffer, *starts = ins
-        sizes = params["slice_sizes"]
+        at, window = jnp.zeros(0, jnp.int32), Window((), starts, sizes, "clip")
+    elif eqn.primitive is read_p and params["value"]:
+        at, window = ins[1], params["window"]
+    elif eqn.primitive is lax.dynamic_slice_p and len(ins) == 1 + buffer.ndim:
+        starts, sizes = ins[1:], params["slice_sizes"]
         # A slice that is as long as the axis starts at index 0.
         axes = tuple(i for i, size in enumerate(sizes) if size != buffer.shape[i])
         window = Window(axes, (0,) * buffer.ndim, sizes, "clip", wrap=False)
-        at = jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32)
-        found, after = read(buffer, _wide(at), window, held=False)
-        return [found], after
-    if eqn.primitive is lax.gather_p:
-        return _gathered(*ins, **params)
-    return None
+        at = _wide(jnp.stack([starts[i] for i in axes]) if axes else jnp.zeros(0, jnp.int32))
+    else:
+        return None
+    found, after = read(buffer, at, window, held=False)
+    return [found, after] if eqn.primitive is read_p else [found], after
 
 
 def _wide(starts: jax.Array) -> Any:
