@@ -20,9 +20,6 @@ under `jax.checkpoint`, `jax_custom_vjp3` and `jax_custom_jvp3` for functions wi
 _Object: Any = getattr(hijax, "HiPrim", ())
 _RULES = "fwd", "bwd", "bwd_accums", "jvp_rule"
 
-_SCAN3 = getattr(config, "scan3", None)
-_SCAN = getattr(lax_loops, "Scan3", ())
-
 
 def scan_as_primitive() -> AbstractContextManager[object]:
     """Make lax.scan bind its usual primitive, which has all rules, whatever `jax_scan3` says.
@@ -30,12 +27,12 @@ def scan_as_primitive() -> AbstractContextManager[object]:
     With the flag, jax 0.12 binds another primitive, over references. That one has no gradient and
     no vmap yet, cannot be in other loops, and runs a reversed scan forward.
     """
-    return nullcontext() if _SCAN3 is None or not _SCAN3.value else _SCAN3(False)
+    return config.scan3(False) if config.scan3.value else nullcontext()
 
 
 def is_scan3(params: dict[str, Any]) -> bool:
     """Return whether the parameters of a `hi_primitive_p` are those of a scan under `jax_scan3`."""
-    return isinstance(params["_prim"], _SCAN)
+    return isinstance(params["_prim"], lax_loops.Scan3)
 
 
 def name_of_primitive(eqn: Equation) -> str:

@@ -52,12 +52,12 @@ def following_from(j: _jax.OpenJaxpr, known: Iterable[Any]) -> set:
 
 def is_call(eqn: _jax.Equation) -> bool:
     """Return whether an equation does nothing but evaluate a jaxpr."""
-    return eqn.primitive.name in ("jit", "pjit") and hasattr(eqn.params.get("jaxpr"), "eqns")
+    return eqn.primitive.name == "jit" and hasattr(eqn.params.get("jaxpr"), "eqns")
 
 
 def is_remat(eqn: _jax.Equation) -> bool:
     """Return whether an equation calls a function under `jax.checkpoint`."""
-    return _jax.name_of_primitive(eqn) in ("checkpoint", "remat2", "RematTraced")
+    return _jax.name_of_primitive(eqn) in ("remat2", "RematTraced")
 
 
 def called(eqn: _jax.Equation, ins: Sequence[Any]) -> tuple[Any, list]:
