@@ -171,7 +171,6 @@ from loopkit._jax.primitives import (
     register_batching,
     register_bounds,
     register_known_part,
-    register_partial_eval,
     register_split,
     transpose_onto_references,
 )

@@ -138,37 +138,6 @@ def register_batching(primitive: core.Primitive, rule: Callable) -> None:
     batching.fancy_primitive_batchers[primitive] = batched
 
 
-def register_partial_eval(
-    primitive: core.Primitive, known: Callable, known_equation: Callable
-) -> None:
-    """Register how a primitive splits if its primals are known and its tangents are not.
-
-    `known(primals, **params)` returns the primal results, the constants of the linear part, and
-    that part's primitive and parameters. For jax.checkpoint, `known_equation(eqn)` returns the
-    equation of the primal results alone. `params["loop"].primal_counts` says how many operands and
-    results are primal.
-    """
-
-    def eager(trace: Any, *tracers: Any, **params: Any) -> list:
-        primals, _ = params["loop"].primal_counts
-        if not all(t.is_known() for t in tracers[:primals]):
-            return trace.default_process_primitive(primitive, tracers, params)
-        values = [t.pval.get_known() for t in tracers[:primals]]
-        with core.set_current_trace(trace.parent_trace):
-            outs, residuals, linear, linear_params = known(values, **params)
-        operands = [*map(trace.new_const, residuals), *tracers[primals:]]
-        tangents = trace.default_process_primitive(linear, operands, linear_params)
-        return [*map(trace.new_const, outs), *tangents]
-
-    def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
-        primals, results = eqn.params["loop"].primal_counts
-        if any(unknown[:primals]):
-            return None
-        return known_equation(eqn), [i < results for i in range(len(eqn.outvars))]
-
-    _register_partial_eval(primitive, eager, known_part)
-
-
 def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Callable) -> None:
     """Register `eager`, and a rule for jax.checkpoint that leaves all of an equation for later.
 
@@ -200,22 +169,23 @@ def register_split(
 ) -> None:
     """Register how other primitives compute this one if some of its operands are unknown.
 
-    `splits(**params)` says whether `apart(*operands, **params)` can do so. For jax.checkpoint,
-    `known_equation(eqn)` returns the equation of the first results alone, which reads the first
-    operands.
+    `splits(unknown, **params)` says how many results `apart(*operands, **params)` then knows, or
+    None if it cannot. For jax.checkpoint, `known_equation(eqn)` returns the equation of these
+    results alone, which reads the first operands.
     """
 
     def eager(trace: Any, *tracers: Any, **params: Any) -> list:
-        if not splits(**params) or all(t.is_known() for t in tracers):
+        unknown = [not t.is_known() for t in tracers]
+        known = splits(unknown, **params) if any(unknown) else None
+        if known is None:
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
             outs = list(map(trace.to_jaxpr_tracer, apart(*tracers, **params)))
         # A zero tangent is known, too, but jax.checkpoint returns no known ones when transposed.
-        known = len(params["along"].results)
         return [*outs[:known], *map(trace.instantiate_const, outs[known:])]
 
     def known_part(unknown: list[bool], eqn: Equation) -> tuple | None:
-        if not splits(**eqn.params):
+        if splits(unknown, **eqn.params) is None:
             return None
         known = known_equation(eqn)
         if any(unknown[: len(known.invars)]):

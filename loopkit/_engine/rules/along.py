@@ -82,9 +82,9 @@ class Along(NamedTuple):
         return [v for group in one(*tangents) for v in group]
 
 
-def splits(along: Along | None = None, **_: object) -> bool:
-    """Return whether a primitive has tangents, and so splits if some operands are unknown."""
-    return along is not None
+def splits(_: Sequence[bool], along: Along | None = None, **__: object) -> int | None:
+    """Return how many results have tangents beside them, if a primitive has any and so splits."""
+    return None if along is None else len(along.results)
 
 
 def without_tangents(eqn: _jax.Equation) -> Any:

@@ -77,8 +77,15 @@ def taylor_of_dual(
     return dual.map_results(outs), dual.map_results(moved)
 
 
-def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
-    """Partially evaluate `dual` with known primals: see `_jax.register_partial_eval`."""
+def splits_dual(unknown: Sequence[bool], *, loop: Loop, **_: object) -> int | None:
+    """Return how many results of `dual` are known if only tangents are unknown."""
+    operands, results = loop.primal_counts
+    return None if any(unknown[:operands]) else results
+
+
+def dual_apart(*operands: Any, loop: Loop, active: Active) -> list:
+    """Return what `dual` returns, with tangents from `pushforward`."""
+    values, tangents = parts(operands, loop.primal_counts[0])
     outs = forward_p.bind(*values, loop=loop, active=active)
     results, residuals = parts(outs, loop.primal_counts[1])
     both = sweeps(reversal(loop, active))
@@ -86,7 +93,7 @@ def known_part(values: Sequence[Any], *, loop: Loop, active: Active) -> tuple:
         residuals = list(map(_jax.placed, residuals, both.residual_types))
         residuals = list(map(_jax.named_on_host, residuals))
     params = linear_params(loop, active, active)
-    return results, [*values, *residuals], pushforward_p, params
+    return [*results, *pushforward_p.bind(*values, *residuals, *tangents, **params)]
 
 
 def known_equation(eqn: _jax.Equation) -> Any:
@@ -119,7 +126,7 @@ define(
     dce=dce_dual,
     on_cpu=with_scratch,
 )
-_jax.register_partial_eval(dual_p, known_part, known_equation)
+_jax.register_split(dual_p, splits_dual, dual_apart, known_equation)
 
 
 def evaluate(
