@@ -26,7 +26,7 @@ def scanned(step, x):
 
 def until(step, x):
     more = lambda s: (step(s[0]), s[1] + 1.0 + 0 * jnp.abs(s[0]).astype(float))
-    return lax.while_loop(lambda s: s[1] < 3.0, more, (x, 0.0))[0]
+    return lax.while_loop(lambda s: s[1] < 3.0, more, (x, 0.0 * x))[0]
 
 
 LOOPS = {"scan": scanned, "while_loop": until}
@@ -203,7 +203,8 @@ def test_nobody_sees_what_is_wrong_inside(kind, monkeypatch):
 
     monkeypatch.setattr(fails, "__code__", fails.__code__.replace(co_filename=loopkit.__file__))
     monkeypatch.setattr("loopkit._engine.derivative.reversal.best_plan", fails)
-    error = error_of(lambda: jax.grad(loopkit.checkpointed(lambda x: scanned(jnp.sin, x)))(0.7))
+    f = lambda x: scanned(jnp.sin, x * jnp.ones(2)).sum()
+    error = error_of(lambda: jax.grad(loopkit.checkpointed(f))(0.7))
     place = f"in the scan at {line_of(scanned)}"
     if kind is not jax.errors.JaxRuntimeError:
         assert type(error) is NotImplementedError

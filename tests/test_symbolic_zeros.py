@@ -326,7 +326,7 @@ def test_no_second_derivative_of_a_linear_loop(result):
 
     def f(x):
         step = lambda c, row: (0.5 * c, c * row)
-        return jnp.sum(loopkit.scan(step, x, jnp.arange(3.0))[result])
+        return jnp.sum(loopkit.scan(step, x * jnp.ones(2), jnp.arange(3.0))[result])
 
     along = lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))
     assert "loopkit_pullback" in str(jax.make_jaxpr(along)(0.3))

@@ -37,7 +37,7 @@ PROGRAMS = {
     "vmap": lambda loops, x, rows, _: jax.vmap(lambda x: loops.scan(STEP, x, rows))(rows),
     "jvp": lambda loops, x, _, count: jax.jvp(lambda x: decay(loops, x, count)[1], (x,), (x,)),
     "vjp": lambda loops, x, rows, _: pulled_back(loops, x, rows),
-    "jvp of vjp": lambda loops, x, rows, _: directional(loops, x, rows),
+    "jvp of vjp": lambda loops, _, rows, __: directional(loops, rows, rows),
 }
 
 

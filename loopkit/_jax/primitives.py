@@ -146,14 +146,19 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
     """
 
     def rule(
-        saveable: object, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: core.JaxprEqn
+        policy: Callable,
+        unknown: Sequence[bool],
+        instantiated: Sequence[bool],
+        eqn: core.JaxprEqn,
     ) -> tuple:
         count = len(eqn.outvars)
-        if not any(unknown):
+        if not any(unknown) and (eqn.effects or _saves(policy, eqn)):
             return eqn, None, [False] * count, [False] * count, []
         pairs = zip(eqn.invars, instantiated, strict=True)
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
-        known, results = known_part(list(unknown), eqn) or (None, [False] * count)
+        known, results = eqn, [True] * count
+        if any(unknown):
+            known, results = known_part(list(unknown), eqn) or (None, [False] * count)
         if known is not None and hasattr(eqn.params["loop"], "unshown"):
             # The steps that run later have shown their progress already.
             again = {"loop": eqn.params["loop"].unshown(backward=False)}
@@ -162,6 +167,12 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
 
     pe.custom_partial_eval_rules[primitive] = eager
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def _saves(policy: Callable, eqn: core.JaxprEqn) -> bool:
+    """Return whether a policy of jax.checkpoint keeps the results of an equation."""
+    kept = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return not isinstance(pe.ensure_enum(kept), pe.RecomputeType)
 
 
 def register_split(

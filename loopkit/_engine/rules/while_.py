@@ -28,6 +28,7 @@ from loopkit._engine.lowering.scratch import with_scratch
 from loopkit._engine.passes.dual_loop import bind_dual, open_dual, taylor
 from loopkit._engine.passes.unused import prune
 from loopkit._engine.primitives import define, dual_p, evaluated_p, while_p
+from loopkit._engine.rules.one_number import along, number_that_moves
 from loopkit._jaxprs.dataflow import fixed_point
 
 
@@ -61,6 +62,13 @@ def result_types(*_: object, loop: Loop) -> tuple[list, Any]:
 
 
 def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
+    rule, number = ft.partial(_dual, loop=loop), number_that_moves(loop, tangents)
+    if number is None:
+        return rule(primals, tangents)
+    return along(rule, number, primals, tangents)
+
+
+def _dual(primals: Sequence[Any], tangents: Sequence[Any], *, loop: Loop) -> tuple[list, list]:
     if (phases := phases_of(loop)) is not None:
         return phases.jvp(primals, tangents)
     active = moving_activity(loop, loop.split(_jax.nonzero(tangents))[0])

@@ -1,0 +1,149 @@
+"""The derivative of a loop in which a single number moves: it is found as the loop runs.
+
+If t is the tangent of the only operand that moves, and t is a number, the tangents of the results
+are t times one column, L 1. The dual loop computes this column in the first run. So the gradient
+keeps no checkpoints, runs no step again, and needs no bound on the number of steps.
+
+    scale  (t, column)  -> t * column
+    weigh  (w, column)  -> sum of w * column
+
+Each is the transpose of the other. A zero does not count, even times infinity: a column may
+overflow in rows that have no part in the gradient, and reverse mode never computes those.
+"""
+
+from __future__ import annotations
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from loopkit import _jax
+from loopkit._arguments.finite import watch_p
+from loopkit._engine.loop import Loop
+from loopkit._jaxprs import equations
+from loopkit._plans.budget import Share
+
+scale_p = _jax.declare("loopkit_scale")
+weigh_p = _jax.declare("loopkit_weigh")
+
+
+def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
+    """Return the only tangent of a loop, if it is that of one real number; otherwise None.
+
+    Loops with a budget have to keep to it, and some steps have no JVP. Where steps communicate,
+    every device or lane has a number of its own.
+    """
+    moving = [t for t in tangents[loop.cond_const_count :] if type(t) is not _jax.Zero]
+    if len(moving) != 1 or not (loop.checkpoints is None or isinstance(loop.checkpoints, Share)):
+        return None
+    if loop.holds_custom_vjp or loop.has_impure_callback or loop.shows or _watches(loop):
+        return None
+    if loop.axis_names or loop.reads_lanes:
+        return None
+    aval = jax.typeof(moving[0])
+    is_real = aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
+    return moving[0] if is_real else None
+
+
+def _watches(loop: Loop) -> bool:
+    """Return whether the loop checks that cotangents are finite, too."""
+    return any(eqn.primitive is watch_p for eqn in equations.all_equations(loop.body))
+
+
+def along(
+    rule: Callable, number: jax.Array, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list, list]:
+    """Return the results and tangents of a loop, by its JVP rule in the direction of a number."""
+    aval = jax.typeof(number)
+    one = _jax.vary_like(_one(aval.dtype), [aval])
+    still = [_jax.float0_zero(jax.typeof(v)) for v in primals]
+    results, columns = rule(
+        primals, [one if t is number else z for t, z in zip(tangents, still, strict=True)]
+    )
+    return results, [c if type(c) is _jax.Zero else _scaled(number, c) for c in columns]
+
+
+@ft.partial(jax.jit, static_argnums=0, inline=True)
+def _one(dtype: Any) -> jax.Array:
+    """Return 1. Compiled, it moves no number to the device."""
+    return jnp.ones((), dtype)
+
+
+def _scaled(number: jax.Array, column: jax.Array) -> Any:
+    types = jax.typeof(number), jax.typeof(column)
+    return scale_p.bind(*(_jax.vary_like(v, types) for v in (number, column)))[0]
+
+
+def _times(number: jax.Array, column: jax.Array) -> Any:
+    return lax.convert_element_type(number, column.dtype) * column
+
+
+def _sum(weights: jax.Array, column: jax.Array, *, dtype: Any) -> Any:
+    return (weights * column).sum().real.astype(dtype)
+
+
+def _jvp(
+    bind: Callable, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list, list]:
+    (a, b), (t_a, t_b) = primals, tangents
+    outs = bind(a, b, **params)
+    moved = _jax.float0_zero(jax.typeof(outs[0]))
+    if type(t_a) is not _jax.Zero:
+        moved = bind(t_a, b, **params)[0]
+    if type(t_b) is not _jax.Zero:
+        moved = _jax.add_tangents(moved, bind(a, t_b, **params)[0])
+    return outs, [moved]
+
+
+def _transpose(
+    of_first: Callable, of_second: Callable, cts: Sequence[Any], a: Any, b: Any, **_: object
+) -> list:
+    (ct,) = cts
+    if type(ct) is _jax.Zero:
+        return [_jax.float0_zero(v.aval) if _jax.is_undefined(v) else None for v in (a, b)]
+    if _jax.is_undefined(a):
+        return [*of_first(ct, b, a.aval), None]
+    return [None, *of_second(a, ct)]
+
+
+def _define(primitive: Any, product: Callable, of_first: Callable, of_second: Callable) -> None:
+    def evaluate(a: jax.Array, b: jax.Array, **params: Any) -> list:
+        return [product(a, jnp.where(a == 0, 0, b), **params)]
+
+    def types(*avals: Any, **params: Any) -> tuple[list, Any]:
+        traced = _jax.trace_closed(ft.partial(evaluate, **params), avals, "one_number")
+        return list(traced.out_avals), set()
+
+    def taylor(primals: Sequence[Any], series: Sequence[Any], order: int, **params: Any) -> tuple:
+        return _jax.taylor(lambda *v: [product(*v, **params)], primals, series, order)
+
+    def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
+        return _jax.batched_call(ft.partial(evaluate, **params), axis, args, dims)
+
+    _jax.define(
+        primitive,
+        evaluate,
+        types,
+        jvp=ft.partial(_jvp, primitive.bind),
+        taylor=taylor,
+        transpose=ft.partial(_transpose, of_first, of_second),
+    )
+    _jax.register_batching(primitive, batch)
+
+
+_define(
+    scale_p,
+    _times,
+    lambda ct, column, aval: weigh_p.bind(ct, column, dtype=aval.dtype),
+    lambda number, ct: scale_p.bind(number, ct),
+)
+_define(
+    weigh_p,
+    _sum,
+    lambda ct, column, _: scale_p.bind(ct, column),
+    lambda weights, ct: scale_p.bind(ct, weights),
+)
