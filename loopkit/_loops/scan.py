@@ -122,9 +122,10 @@ def scan(  # pyright: ignore[reportInconsistentOverload]  # `*lax`: lax takes th
       most `truncate` steps, and the carry once every `truncate` steps.
     - `checkpoints`: what the backward pass keeps. None: about the square root of n carries for n
       steps, at about one extra forward pass; or all residuals, if they have at most 1 kB, or at
-      most 1 MB and steps are expensive. An int c: at most c carries; fewer carries cost more
-      recomputation. "all": all that the derivative of each step reads, as in lax.scan. A policy of
-      `jax.checkpoint`: what it saves of each step. A `Plan`: what the plan says.
+      most 1 MB and steps are expensive; nothing for a derivative in a single number. An int c: at
+      most c carries; fewer carries cost more recomputation. "all": all that the derivative of each
+      step reads, as in lax.scan. A policy of `jax.checkpoint`: what it saves of each step. A
+      `Plan`: what the plan says.
     - `memory`: a budget in bytes instead, such as "64 MB", as in `loopkit.while_loop`.
     - `buffers`, `return_info`, `lanes`, `progress`, `debug`: as in
       `loopkit.while_loop`.

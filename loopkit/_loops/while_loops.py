@@ -95,12 +95,12 @@ def while_loop(
       other tests. The counter has to start at a number, and every step has to add the same number.
     - `checkpoints`: what the backward pass keeps. None: about the square root of n carries for a
       bound of n steps, or 32 to 128 without a bound, at about one extra forward pass; or all
-      residuals, if they have at most 1 kB. An int c: at most c carries; fewer carries cost more
-      recomputation. "all": all that the derivative of each step reads, without recomputation. That
-      needs a bound, and memory for as many steps, of which a CPU touches only the part for steps
-      taken. A policy of `jax.checkpoint`, such as `jax.checkpoint_policies.dots_saveable`: what it
-      saves of each step or, together with `memory`, what may be kept of a step. A `Plan`: what the
-      plan says.
+      residuals, if they have at most 1 kB; nothing for a derivative in a single number. An int
+      c: at most c carries; fewer carries cost more recomputation. "all": all that the derivative of
+      each step reads, without recomputation. That needs a bound, and memory for as many steps, of
+      which a CPU touches only the part for steps taken. A policy of `jax.checkpoint`, such as
+      `jax.checkpoint_policies.dots_saveable`: what it saves of each step or, together with
+      `memory`, what may be kept of a step. A `Plan`: what the plan says.
     - `memory`: a budget in bytes instead, an int or a string such as "64 MB". It limits what the
       backward pass needs beyond the gradient of a single step, which includes the gradient of
       values that the body closes over. A dict such as `{"device": "64 MB", "host": "4 GB"}` keeps

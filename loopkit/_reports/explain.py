@@ -194,7 +194,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     or, if `fn` is a gradient, for each half of a loop, forward and backward. `carry` and
     `residuals` are the bytes of one step. `peak` is the prediction of what the gradient of the loop
     needs beyond that of one step. `runs` count evaluations of the body, with "about" if parts of
-    steps run again. The last column has the bytes that `jax.lax.scan` would store.
+    steps run again. The last column has the bytes that `jax.lax.scan` would store. The table is
+    for loops in which more than a single number moves: the gradient of others stores nothing.
 
     Lines below the table say:
 
