@@ -85,3 +85,23 @@ def test_nothing_is_wrong_here():
     assert settings(checkpoints=np.int32(1))() == 3
     assert counting(np.int8(0), jnp.int32(3), lambda i, x: x + i)() == 3.0
     assert scanning(length=np.int64(3))()[1] is None
+
+
+def to_numpy(carry, *_):
+    return {"h": np.sin(carry["h"])}, None
+
+
+def decide(_, x):
+    return x, 1 if x > 0 else 0
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("step", "argument"), [(to_numpy, r"init\['h'\]"), (decide, "xs")], ids=["carry", "xs"]
+)
+def test_errors_of_jax_name_the_step_as_it_is_written(step, argument):
+    init = {"h": jnp.ones(3)} if step is to_numpy else 0.0
+    line = step.__code__.co_firstlineno
+    text = rf"function {step.__name__} at \S+test_errors.py:{line} for scan.*argument {argument}\."
+    with pytest.raises(jax.errors.JAXTypeError, match=text):
+        loopkit.scan(step, init, jnp.ones(3))

@@ -162,7 +162,7 @@ REVERSED = {
 
 @pytest.mark.parametrize("name", REVERSED)
 def test_others_are_reversed(name):
-    """What a budget or a check asks for is done, and a rule without a JVP is enough."""
+    """A budget or a check is obeyed, and a rule without a JVP is enough."""
     f = REVERSED[name]
     assert re.search("loopkit_forward|_lax_scan", primitives(f, 0.7))
     difference = (f(0.7 + 1e-6) - f(0.7 - 1e-6)).sum() / 2e-6

@@ -222,6 +222,8 @@ def test_names_that_are_not_there():
 def test_what_is_no_policy():
     with pytest.raises(TypeError, match=r"`checkpoints` must be a policy.*Got: 3 for"):
         gradient_with(checkpoints=lambda *_, **__: 3)
+    with pytest.raises(TypeError, match=r"`checkpoints` must be a policy.*Got: .*unexpected keyw"):
+        gradient_with(checkpoints=lambda *_: True)
     with pytest.raises(TypeError, match=r"a policy of jax\.checkpoint or a Plan[.] .*Got: 1\.5"):
         gradient_with(checkpoints=1.5)
 

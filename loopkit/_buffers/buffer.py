@@ -68,7 +68,7 @@ class Buffer:
 
     `Buffer(array)` makes one outside a loop, to try a body by hand."""
 
-    __slots__ = ("_owner", "_value", "_written")
+    __slots__ = ("_owner", "_seen", "_value", "_written")
     _is_whole = True
 
     def __init__(self, value: ArrayLike | Buffer):
@@ -76,12 +76,14 @@ class Buffer:
         self._value = validate.as_array("Buffer", "value", value) if is_array else value._value
         self._owner: Owner | None = None if is_array else value._owner
         self._written: Any = None if is_array else value._written
+        self._seen: tuple[Any, Any] = (None, None)
 
     @staticmethod
     def _of(value: jax.Array, owner: Owner | None, written: jax.Array | None = None) -> Buffer:
         """Make a buffer. `written` is a mask of what has been written, if that is checked."""
         new = object.__new__(Buffer)
         new._value, new._owner, new._written = value, owner, written
+        new._seen = (None, None)  # the value after all entries were read, and these entries
         return new
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
@@ -146,10 +148,14 @@ class Buffer:
         return At(self)
 
     def _read(self, place: indexing.Place) -> Any:
+        whole, (value, entries) = not place.window.axes, self._seen
+        if whole and value is self._value:  # else a step would store all entries twice
+            return place.outward(entries)
         found, after = slices.read(self._value, place.starts, place.window)
         if _jax.same_trace(after, self._value):
             # Order the next read or write after this read.
             self._value = after
+            self._seen = (after, found) if whole else self._seen
         return place.outward(found)
 
     def _write(self, place: indexing.Place, value: Any, pred: Any, add: bool = False) -> Buffer:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax._src import callback, config, core, linear_util
 from jax._src import effects as effects_
 from jax._src import source_info_util as source_info
-from jax._src.api_util import debug_info
+from jax._src.api_util import debug_info, fun_sourceinfo
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.named_sharding import UnspecifiedValue
@@ -60,14 +60,26 @@ def open_jaxpr(jaxpr: Jaxpr) -> OpenJaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def trace(fun: Callable, avals: Sequence[ShapedArray], name: str) -> tuple[Jaxpr, list]:
-    """Return the jaxpr of `fun(*values) -> list`, and closed-over values, its first arguments."""
+def trace(
+    fun: Callable,
+    avals: Sequence[ShapedArray],
+    name: str,
+    written: Callable | None = None,
+    arguments: Sequence[str] = (),
+) -> tuple[Jaxpr, list]:
+    """Return the jaxpr of `fun(*values) -> list`, and closed-over values, its first arguments.
+
+    Errors of JAX name the function that the user has written, if it is given, and the arguments.
+    """
     try:
         # Inspecting the function of a method takes half the time.
         info = debug_info(name, getattr(fun, "__func__", fun), tuple(avals), {})
     except (TypeError, ValueError):
         info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
-    wrapped = linear_util.wrap_init(fun, debug_info=info.with_unknown_names())
+    info = info.with_unknown_names()
+    if written is not None and (place := fun_sourceinfo(written)) is not None:
+        info = info._replace(func_src_info=place, arg_names=tuple(arguments))
+    wrapped = linear_util.wrap_init(fun, debug_info=info)
     with scan_as_primitive(), naming_axes(avals):
         jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))
     return without_constants(jaxpr), list(consts)
@@ -92,6 +104,7 @@ def naming_axes(avals: Sequence[ShapedArray]) -> Generator[None]:
 def without_constants(jaxpr: Any) -> Jaxpr:
     """Return a jaxpr with its constants turned into its first arguments."""
     opened: Any = open_jaxpr(jaxpr)
+    opened = opened.replace(debug_info=opened.debug_info.with_unknown_names())
     return pe.close_jaxpr(pe.convert_constvars_jaxpr(opened))
 
 

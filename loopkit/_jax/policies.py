@@ -42,7 +42,12 @@ def verdict(policy: Callable[..., Any], eqn: Equation) -> Any:
     name = checkpoint_name(eqn)
     primitive = eqn.primitive if name is None else ad_checkpoint.name_p
     params = eqn.params if name is None else {"name": name}
-    said = policy(primitive, *(v.aval for v in eqn.invars), **params)
+    try:
+        said = policy(primitive, *(v.aval for v in eqn.invars), **params)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        said = error  # it takes other arguments
     if isinstance(said, (bool, pe.SaveableType, pe.RecomputeType, pe.Offloadable)):
         return pe.ensure_enum(said)
     raise TypeError(

@@ -15,6 +15,7 @@ from loopkit._jax.avals import AxisData, Equation, Primitive, is_tracer, same_ty
 from loopkit._jax.devices import lower_by
 from loopkit._jax.jaxprs import new_equation, trace
 from loopkit._jax.memory import filled_where_it_shows, is_on_host, named_on_host
+from loopkit._jax.policies import may_save
 from loopkit._jax.taylor import SeriesPrimitive
 
 
@@ -152,7 +153,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
         eqn: core.JaxprEqn,
     ) -> tuple:
         count = len(eqn.outvars)
-        if not any(unknown) and (eqn.effects or _saves(policy, eqn)):
+        if not any(unknown) and (eqn.effects or may_save(policy, eqn)):
             return eqn, None, [False] * count, [False] * count, []
         pairs = zip(eqn.invars, instantiated, strict=True)
         residuals = [v for v, there in pairs if not there and isinstance(v, core.Var)]
@@ -167,12 +168,6 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
 
     pe.custom_partial_eval_rules[primitive] = eager
     pe.partial_eval_jaxpr_custom_rules[primitive] = rule
-
-
-def _saves(policy: Callable, eqn: core.JaxprEqn) -> bool:
-    """Return whether a policy of jax.checkpoint keeps the results of an equation."""
-    kept = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    return not isinstance(pe.ensure_enum(kept), pe.RecomputeType)
 
 
 def register_split(

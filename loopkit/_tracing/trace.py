@@ -102,25 +102,35 @@ class FlatSteps:
         buffers = self.buffers.flags if self.traced else (False,) * len(leaves)
         held = enumerate(zip(leaves, buffers, strict=True))
         missing = tuple((i, v.shape, v.dtype) for i, ((_, v), has) in held if has)
-        names = tuple(spec.leaf_name(path) for path, _ in leaves)
+        loop = spec.watched(self.tree, missing)
+        return FiniteSteps(loop, *self.names(), self.counter, buffers)
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the leaves of the carry, and of the inputs, in errors."""
+        spec, leaves = self.spec, tree_leaves_with_path(self.state)
         tree, axes = spec.inputs.tree, spec.inputs.axes
         of_x = zip(names_of(spec.names.inputs, tree.unflatten(range(len(axes)))), axes, strict=True)
         x_names = tuple(name for name, axis in of_x if axis is not None)
-        loop = spec.watched(self.tree, missing)
-        return FiniteSteps(loop, names, x_names, self.counter, buffers)
+        return tuple(spec.leaf_name(path) for path, _ in leaves), x_names
 
 
 def trace_loop(steps: FlatSteps) -> Traced:
     """Trace the functions of a loop, as the caller wrote them."""
     spec, names, x_types = steps.spec, steps.spec.names, steps.spec.inputs.slice_types
     types, tries = steps.types, 0
+    step, goes_on = (None, None) if spec.made else (spec.body, spec.predicate)
+    carried, rows = ([name.strip("`") for name in some] for some in steps.names())
     # As in lax, weakly typed initial values are promoted if a step returns another dtype. A value
     # that varies between devices only after the first step is made to vary before it.
     while True:
         cond, cond_consts = None, []
         if spec.predicate is not None or steps.state[1].left is not None:
-            cond, cond_consts = _jax.trace(steps.cond, types, f"{names.function}_cond")
-        jaxpr, consts = _jax.trace(steps.body, [*types, *x_types], f"{names.function}_body")
+            cond, cond_consts = _jax.trace(
+                steps.cond, types, f"{names.function}_cond", goes_on, carried
+            )
+        jaxpr, consts = _jax.trace(
+            steps.body, [*types, *x_types], f"{names.function}_body", step, [*carried, *rows]
+        )
         out = list(jaxpr.out_avals[: len(types)])
         decided_by = [] if cond is None else list(cond.out_avals)
         before, types = types, [_joined(a, b, decided_by) for a, b in zip(types, out, strict=True)]
