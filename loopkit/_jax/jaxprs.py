@@ -77,8 +77,8 @@ def trace(
     except (TypeError, ValueError):
         info = debug_info(name, lambda *a: fun(*a), tuple(avals), {})
     info = info.with_unknown_names()
-    if written is not None and (place := fun_sourceinfo(written)) is not None:
-        info = info._replace(func_src_info=place, arg_names=tuple(arguments))
+    if written is not None:
+        info = info._replace(func_src_info=fun_sourceinfo(written), arg_names=tuple(arguments))
     wrapped = linear_util.wrap_init(fun, debug_info=info)
     with scan_as_primitive(), naming_axes(avals):
         jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, tuple(avals))

@@ -150,7 +150,7 @@ def _register_partial_eval(primitive: Primitive, eager: Callable, known_part: Ca
         policy: Callable,
         unknown: Sequence[bool],
         instantiated: Sequence[bool],
-        eqn: core.JaxprEqn,
+        eqn: Any,
     ) -> tuple:
         count = len(eqn.outvars)
         if not any(unknown) and (eqn.effects or may_save(policy, eqn)):
