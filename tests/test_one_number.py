@@ -56,9 +56,10 @@ def complex_numbers(loops, a):
 
 
 def of_other_types(loops, a):
-    step = lambda c, _: ((c[0] * a.astype("float32") + 1, jnp.sin(c[1]) + a), c[0])
+    b = a.astype("float32")
+    step = lambda c, _: ((c[0] * b + 1, jnp.sin(c[1]) + b.astype(float)), c[0].astype(float))
     (c, d), ys = loops.scan(step, (jnp.ones(3, "float32"), 0.3), None, length=4)
-    return jnp.append(c.astype(float), d + ys.sum().astype(float))
+    return jnp.append(c.astype(float), d + ys.sum())
 
 
 LOOPS = [rows_of_a_scan, root, written_in_place, nested, complex_numbers, of_other_types]
@@ -152,6 +153,7 @@ REVERSED = {
     "two numbers": lambda a: scanned(a, lambda c, x: (c * a + x, None)),
     "a complex number": lambda a: jnp.abs(scanned(lax.complex(a, a), lambda c, x: (jnp.sin(c), c))),
     "a rule without a JVP": lambda a: scanned(a, lambda c, x: (with_vjp(c) * x, None)),
+    "less precision": lambda a: scanned(a, lambda c, x: (c * x, c.astype("float32"))),
     "a number of carries": lambda a: scanned(a, checkpoints=3),
     "all": lambda a: scanned(a, checkpoints="all"),
     "bytes": lambda a: scanned(a, memory=200),

@@ -148,7 +148,8 @@ class Buffer:
         return At(self)
 
     def _read(self, place: indexing.Place) -> Any:
-        whole, (value, entries) = not place.window.axes, self._seen
+        whole = place.window.sizes == self.shape and not place.batch
+        value, entries = self._seen
         if whole and value is self._value:  # else a step would store all entries twice
             return place.outward(entries)
         found, after = slices.read(self._value, place.starts, place.window)

@@ -109,7 +109,8 @@ class FlatSteps:
         """Return the names of the leaves of the carry, and of the inputs, in errors."""
         spec, leaves = self.spec, tree_leaves_with_path(self.state)
         tree, axes = spec.inputs.tree, spec.inputs.axes
-        of_x = zip(names_of(spec.names.inputs, tree.unflatten(range(len(axes)))), axes, strict=True)
+        xs = tree.unflatten(spec.inputs.leaves)
+        of_x = zip(names_of(spec.names.inputs, xs), axes, strict=True)
         x_names = tuple(name for name, axis in of_x if axis is not None)
         return tuple(spec.leaf_name(path) for path, _ in leaves), x_names
 

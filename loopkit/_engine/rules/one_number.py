@@ -7,8 +7,9 @@ keeps no checkpoints, runs no step again, and needs no bound on the number of st
     scale  (t, column)  -> t * column
     weigh  (w, column)  -> sum of w * column
 
-Each is the transpose of the other. A zero does not count, even times infinity: a column may
-overflow in rows that have no part in the gradient, and reverse mode never computes those.
+Each is the transpose of the other. Under vmap, both have further leading axes. A zero does not
+count, even times infinity: a column may overflow in rows that have no part in the gradient, and
+reverse mode never computes those.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
     """Return the only tangent of a loop, if it is that of one real number; otherwise None.
 
     Loops with a budget have to keep to it, and some steps have no JVP. Where steps communicate,
-    every device or lane has a number of its own.
+    every device or lane has a number of its own. A column of less precision than the number would
+    round its derivative.
     """
     moving = [t for t in tangents[loop.cond_const_count :] if type(t) is not _jax.Zero]
     if len(moving) != 1 or not (loop.checkpoints is None or isinstance(loop.checkpoints, Share)):
@@ -45,8 +47,10 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
     if loop.axis_names or loop.reads_lanes:
         return None
     aval = jax.typeof(moving[0])
-    is_real = aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
-    return moving[0] if is_real else None
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return None
+    finest, types = jnp.finfo(aval.dtype).eps, filter(_jax.is_differentiable, loop.result_types)
+    return moving[0] if all(jnp.finfo(t.dtype).eps <= finest for t in types) else None
 
 
 def _watches(loop: Loop) -> bool:
@@ -79,11 +83,18 @@ def _scaled(number: jax.Array, column: jax.Array) -> Any:
 
 
 def _times(number: jax.Array, column: jax.Array) -> Any:
-    return lax.convert_element_type(number, column.dtype) * column
+    number = lax.convert_element_type(number, column.dtype)
+    return _jax.weak_as(_along(number, column) * column, jax.typeof(column))
 
 
-def _sum(weights: jax.Array, column: jax.Array, *, dtype: Any) -> Any:
-    return (weights * column).sum().real.astype(dtype)
+def _sum(weights: jax.Array, column: jax.Array, *, axes: int, dtype: Any, weak: bool) -> Any:
+    found = (weights * column).sum(range(axes, column.ndim)).real.astype(dtype)
+    return _jax.weak_as(found, _jax.ShapedArray((), dtype, weak_type=weak))
+
+
+def _along(number: jax.Array, column: jax.Array) -> jax.Array:
+    """Return a number, or one for each of the first axes of a column, with as many axes."""
+    return lax.expand_dims(number, range(number.ndim, column.ndim))
 
 
 def _jvp(
@@ -112,7 +123,7 @@ def _transpose(
 
 def _define(primitive: Any, product: Callable, of_first: Callable, of_second: Callable) -> None:
     def evaluate(a: jax.Array, b: jax.Array, **params: Any) -> list:
-        return [product(a, jnp.where(a == 0, 0, b), **params)]
+        return [product(a, jnp.where(_along(a, b) == 0, 0, b), **params)]
 
     def types(*avals: Any, **params: Any) -> tuple[list, Any]:
         traced = _jax.trace_closed(ft.partial(evaluate, **params), avals, "one_number")
@@ -122,7 +133,10 @@ def _define(primitive: Any, product: Callable, of_first: Callable, of_second: Ca
         return _jax.taylor(lambda *v: [product(*v, **params)], primals, series, order)
 
     def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple:
-        return _jax.batched_call(ft.partial(evaluate, **params), axis, args, dims)
+        size, over = axis.size, axis.explicit_mesh_axis
+        moved = [_jax.move(v, d, 0, size, over) for v, d in zip(args, dims, strict=True)]
+        params |= {"axes": params["axes"] + 1} if params else {}
+        return primitive.bind(*moved, **params), [0]
 
     _jax.define(
         primitive,
@@ -135,10 +149,15 @@ def _define(primitive: Any, product: Callable, of_first: Callable, of_second: Ca
     _jax.register_batching(primitive, batch)
 
 
+def _like(aval: _jax.ShapedArray) -> dict[str, Any]:
+    """Return the parameters of a `weigh` with a result like this."""
+    return {"axes": aval.ndim, "dtype": aval.dtype, "weak": aval.weak_type}
+
+
 _define(
     scale_p,
     _times,
-    lambda ct, column, aval: weigh_p.bind(ct, column, dtype=aval.dtype),
+    lambda ct, column, aval: weigh_p.bind(ct, column, **_like(aval)),
     lambda number, ct: scale_p.bind(number, ct),
 )
 _define(
