@@ -122,8 +122,9 @@ def _worth_their_bytes(
     """
     found: list[Plan] = []
     least, runs = math.inf, math.inf
-    priced = [(size(p), p.nanoseconds(steps), p) for p in plans]
-    for _, time, plan in sorted(priced, key=lambda found: found[:2]):
+    # Times that differ by rounding alone must not decide: of such plans, the plainest comes first.
+    timed = [(size(p), float(f"{p.nanoseconds(steps):.9g}"), p.price, p) for p in plans]
+    for _, time, _, plan in sorted(timed, key=lambda found: found[:3]):
         if time < least and (again := runs_again(plan, steps)) <= runs:
             found.append(plan)
             least, runs = time, again
