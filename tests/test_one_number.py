@@ -244,3 +244,19 @@ def test_jet_goes_through_the_gradient():
     slope = jax.grad(lambda a: scanned(jnp.sin(a), checkpoints=3) ** 2)
     wanted = slope(0.7), [jax.jacfwd(slope)(0.7), jax.jacfwd(jax.jacfwd(slope))(0.7)]
     assert_close((value, terms), wanted, 1e-9)
+
+
+def test_lanes_of_a_rule_that_mixes_them_have_numbers_of_their_own():
+    @jax.custom_batching.custom_vmap
+    def mixed(x):
+        return jnp.sin(x)
+
+    @mixed.def_vmap
+    def rule(size, batched, x):
+        return jnp.sin(x) + x.mean(), True
+
+    step = lambda c, x: (mixed(c * x), c)
+    along = lambda loops: lambda a, t: jax.jvp(lambda a: loops.scan(step, a, ROWS), (a,), (t,))
+    numbers, tangents = jnp.array([0.3, 0.5]), jnp.array([1.0, -2.0])
+    found, wanted = (jax.vmap(along(loops))(numbers, tangents) for loops in (loopkit, lax))
+    assert_close(found, wanted, 1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -335,4 +336,4 @@ def axis_names(jaxpr: _jax.Jaxpr, others: bool = False) -> set:
     eqns = [e for e in all_equations(jaxpr) if not (others and e.primitive.name == "axis_index")]
     found = (eqn.params.get(key) for eqn in eqns for key in ("axes", "axis_name"))
     names = (name for v in found for name in (v if isinstance(v, (tuple, list)) else [v]))
-    return {name for name in names if name is not None and not isinstance(name, int)}
+    return {name for name in names if name is not None and not isinstance(name, Integral)}

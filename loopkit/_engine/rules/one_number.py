@@ -30,6 +30,9 @@ from loopkit._plans.budget import Share
 
 scale_p = _jax.declare("loopkit_scale")
 weigh_p = _jax.declare("loopkit_weigh")
+REVERSED = watch_p.name, "custom_vmap_call"
+"""The names of primitives in steps that are always reversed: cotangents are checked, too, or the
+step of a lane may depend on the numbers of others."""
 
 
 def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
@@ -42,20 +45,15 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
     moving = [t for t in tangents[loop.cond_const_count :] if type(t) is not _jax.Zero]
     if len(moving) != 1 or not (loop.checkpoints is None or isinstance(loop.checkpoints, Share)):
         return None
-    if loop.holds_custom_vjp or loop.has_impure_callback or loop.shows or _watches(loop):
+    if loop.holds_custom_vjp or loop.has_impure_callback or loop.shows or loop.axis_names:
         return None
-    if loop.axis_names or loop.reads_lanes:
+    if any(eqn.primitive.name in REVERSED for eqn in equations.all_equations(loop.body)):
         return None
     aval = jax.typeof(moving[0])
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
     finest, types = jnp.finfo(aval.dtype).eps, filter(_jax.is_differentiable, loop.result_types)
     return moving[0] if all(jnp.finfo(t.dtype).eps <= finest for t in types) else None
-
-
-def _watches(loop: Loop) -> bool:
-    """Return whether the loop checks that cotangents are finite, too."""
-    return any(eqn.primitive is watch_p for eqn in equations.all_equations(loop.body))
 
 
 def along(
