@@ -154,6 +154,7 @@ REVERSED = {
     "a complex number": lambda a: jnp.abs(scanned(lax.complex(a, a), lambda c, x: (jnp.sin(c), c))),
     "a rule without a JVP": lambda a: scanned(a, lambda c, x: (with_vjp(c) * x, None)),
     "less precision": lambda a: scanned(a, lambda c, x: (c * x, c.astype("float32"))),
+    "many rows": lambda a: loopkit.scan(lambda c, _: (c * a, c), 1.0, length=10_000)[1],
     "a number of carries": lambda a: scanned(a, checkpoints=3),
     "all": lambda a: scanned(a, checkpoints="all"),
     "bytes": lambda a: scanned(a, memory=200),

@@ -244,3 +244,8 @@ def test_who_one_is_says_nothing_of_others():
 def test_where_nothing_varies_a_jaxpr_is_as_it_was():
     jaxpr = traced(nested, FLOAT, FLOAT)
     assert all_varying(jaxpr, [FLOAT, ROWS]) is jaxpr
+
+
+def test_numbers_of_numpy_are_no_names_of_axes():
+    jaxpr = jax.make_jaxpr(lambda x: lax.reduce_max(x, (np.int64(1),)))(jnp.ones((2, 2)))
+    assert equations.axis_names(jaxpr) == set()

@@ -15,6 +15,7 @@ reverse mode never computes those.
 from __future__ import annotations
 
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ from loopkit._plans.budget import Share
 
 scale_p = _jax.declare("loopkit_scale")
 weigh_p = _jax.declare("loopkit_weigh")
+SHORT = 1 << 16
+"""The bytes of columns of ys and tables up to which these do not matter."""
+UNKNOWN = 1024
+"""The assumed number of steps if nothing bounds it."""
 REVERSED = watch_p.name, "custom_vmap_call"
 """The names of primitives in steps that are always reversed: cotangents are checked, too, or the
 step of a lane may depend on the numbers of others."""
@@ -40,7 +45,7 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
 
     Loops with a budget have to keep to it, and some steps have no JVP. Where steps communicate,
     every device or lane has a number of its own. A column of less precision than the number would
-    round its derivative.
+    round its derivative, and long columns would take more memory than reverse mode.
     """
     moving = [t for t in tangents[loop.cond_const_count :] if type(t) is not _jax.Zero]
     if len(moving) != 1 or not (loop.checkpoints is None or isinstance(loop.checkpoints, Share)):
@@ -53,7 +58,29 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
     finest, types = jnp.finfo(aval.dtype).eps, filter(_jax.is_differentiable, loop.result_types)
-    return moving[0] if all(jnp.finfo(t.dtype).eps <= finest for t in types) else None
+    fine = all(jnp.finfo(t.dtype).eps <= finest for t in types)
+    return moving[0] if fine and _has_short_columns(loop) else None
+
+
+def _has_short_columns(loop: Loop) -> bool:
+    """Return whether columns of rows are no larger than what reverse mode keeps of other leaves.
+
+    It keeps no ys, and nothing of a leaf that steps only write to. Of another leaf it keeps many
+    values, and its column is one.
+    """
+    size = lambda t: _jax.byte_count(t) if _jax.is_differentiable(t) else 0
+    sizes, ys = list(map(size, loop.carry_types)), sum(map(size, loop.ys_types))
+    if ys + sum(sizes) <= SHORT:
+        return True
+    rows = sum(n for i, n in enumerate(sizes) if _is_only_written(loop, i))
+    steps = loop.length if isinstance(loop.length, int) else UNKNOWN
+    return ys + rows <= max(SHORT, 2 * math.isqrt(steps) * (sum(sizes) - rows))
+
+
+def _is_only_written(loop: Loop, leaf: int) -> bool:
+    """Return whether no other result of a step depends on a leaf of the carry."""
+    others = [i != leaf for i in range(loop.carry_count + loop.ys_count)]
+    return not _jax.used_inputs(loop.body, others)[loop.const_count + leaf]
 
 
 def along(
