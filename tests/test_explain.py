@@ -194,8 +194,8 @@ def test_parts_of_steps_that_run_again_are_counted():
     assert loopkit.explain(plain, X)[0].row[8] == "0"
 
     wide = jnp.ones((64, 64))
-    layer = lambda h, w: (h + jnp.tanh(h @ w) @ w.T, None)
-    budget = lambda h, w: loopkit.scan(layer, h, w, memory="600 kB")[0]
+    layer = lambda h, w: (jnp.sin(h + jnp.tanh(jnp.exp(h) @ w) @ w.T), None)
+    budget = lambda h, w: loopkit.scan(layer, h, w, memory="1 MB")[0]
     (found,) = loopkit.explain(budget, wide, jnp.ones((12, 64, 64)))
     assert found.plan.price > 0
     assert found.row[8].startswith("about ")

@@ -154,3 +154,19 @@ def test_swapped_rows_are_not_copied(grad):
         return jnp.sum(loopkit.fori_loop(0, 100, swap, rows, buffers=True) ** 2)
 
     assert loopkit.in_place_report(f, jnp.ones((200, 8)), grad=grad)
+
+
+def test_all_entries_are_read_once_between_two_writes():
+    """Otherwise a step would store them twice."""
+
+    def step(b, i):
+        first, again = b[:], b[...]
+        b = b.at[i].add(first.sum() * again[0])
+        return b, b[:] @ again
+
+    init, steps = jnp.arange(1.0, 4.0), jnp.arange(3)
+    run = lambda init: loopkit.scan(step, init, steps, buffers=True)
+    assert str(jax.make_jaxpr(run)(init)).count("loopkit_read[") == 2
+    loss = lambda scan: lambda init: jnp.sum(jnp.sin(scan(step, init, steps)[1]))
+    slopes = jax.grad(loss(lambda f, b, xs: loopkit.scan(f, b, xs, buffers=True)))(init)
+    assert_close(slopes, jax.grad(loss(jax.lax.scan))(init))

@@ -65,19 +65,19 @@ def number_that_moves(loop: Loop, tangents: Sequence[Any]) -> Any:
 def _has_short_columns(loop: Loop) -> bool:
     """Return whether columns of rows are no larger than what reverse mode keeps of other leaves.
 
-    It keeps no ys, and nothing of a leaf that steps only write to. Of another leaf it keeps many
-    values, and its column is one.
+    It keeps no ys, and may keep nothing of a leaf on which no other depends, such as a table that
+    steps only write to. Of another leaf it keeps many values, and its column is one.
     """
     size = lambda t: _jax.byte_count(t) if _jax.is_differentiable(t) else 0
     sizes, ys = list(map(size, loop.carry_types)), sum(map(size, loop.ys_types))
     if ys + sum(sizes) <= SHORT:
         return True
-    rows = sum(n for i, n in enumerate(sizes) if _is_only_written(loop, i))
+    rows = sum(n for i, n in enumerate(sizes) if _is_alone(loop, i))
     steps = loop.length if isinstance(loop.length, int) else UNKNOWN
     return ys + rows <= max(SHORT, 2 * math.isqrt(steps) * (sum(sizes) - rows))
 
 
-def _is_only_written(loop: Loop, leaf: int) -> bool:
+def _is_alone(loop: Loop, leaf: int) -> bool:
     """Return whether no other result of a step depends on a leaf of the carry."""
     others = [i != leaf for i in range(loop.carry_count + loop.ys_count)]
     return not _jax.used_inputs(loop.body, others)[loop.const_count + leaf]
