@@ -334,3 +334,11 @@ def test_a_rule_whose_steps_ask_the_host_runs_them_once():
     assert_close((out, linear(1.0)), (1.5 * 0.125, jnp.asarray(0.125)))
     jax.effects_barrier()
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("x", [0.3, jnp.array([0.3, 0.4])], ids=["a number", "a vector"])
+def test_a_rule_that_makes_arrays(x):
+    triple = jax.custom_jvp(lambda x: 3.0 * x)
+    triple.defjvp(lambda x, t: (triple(*x), jnp.prod(jnp.array(np.ones(3))) * 3.0 * t[0]))
+    loss = lambda scan: lambda x: scan(lambda c, _: (jnp.sin(triple(c)), None), x, None, 3)[0].sum()
+    assert_close(jax.grad(loss(loopkit.scan))(x), jax.grad(loss(lax.scan))(x))

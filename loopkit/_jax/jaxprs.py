@@ -161,7 +161,9 @@ def dce(
 
 def used_inputs(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> list[bool]:
     """Mark the inputs that the used outputs need."""
-    return dce(jaxpr, used_outputs, [False] * len(jaxpr.in_avals))[1]
+    keep = [False] * len(jaxpr.in_avals)
+    # On jax 0.10, a jaxpr may hold constants of a rule, and what is left of it cannot be closed.
+    return list(pe.dce_jaxpr(cast(Any, open_jaxpr(jaxpr)), list(used_outputs), keep)[1])
 
 
 def unknown_outputs(jaxpr: Jaxpr, unknown: Sequence[bool]) -> list[bool]:
